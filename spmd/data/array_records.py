@@ -161,9 +161,7 @@ class Decoder:
             return
         for name, field in self._decoded_fields.items():
             value, padded = decoded.get(name), self._pad.get(name)
-            if value is None or (
-                padded is None and (value.shape != field.shape or value.dtype != field.dtype)
-            ):
+            if value is None or (padded is None and Field(value.shape, value.dtype) != field):
                 returned = "nothing"
                 if value is not None:
                     returned = describe(value)

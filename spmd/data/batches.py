@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -103,18 +103,16 @@ def _lists(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Lists and tuples that hold only numbers or strings, at any depth; of nested ones the
     outermost.
     """
-    if (
-        isinstance(node, list | tuple)
-        and node
-        and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(node))
-    ):
-        yield path, node
-    elif isinstance(node, dict):
-        for name, inner in node.items():
-            yield from _lists(inner, f"{path}/{name}".lstrip("/"))
+    inner_nodes: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, dict):
+        inner_nodes = node.items()
     elif isinstance(node, list | tuple):
-        for number, inner in enumerate(node):
-            yield from _lists(inner, f"{path}/{number}".lstrip("/"))
+        if node and all(np.ndim(leaf) == 0 for leaf in jax.tree.leaves(node)):
+            yield path, node
+            return
+        inner_nodes = enumerate(node)
+    for name, inner in inner_nodes:
+        yield from _lists(inner, f"{path}/{name}".lstrip("/"))
 
 
 def _list_shape(node: Any) -> str:
@@ -160,11 +158,10 @@ def check_leaves(tree: Tree, name: str) -> int:
             fix="arrays of shape [rows, ...].",
         )
     # Not "V", which is also the kind of bfloat16.
-    unsupported = [
-        f"{path or 'the batch'} {describe(leaf)}"
-        for path, leaf in leaves.items()
-        if dtype_of(leaf).kind in "OSUMmT"
-    ]
+    unsupported = []
+    for path, leaf in leaves.items():
+        if dtype_of(leaf).kind in "OSUMmT":
+            unsupported.append(f"{path or 'the batch'} {describe(leaf)}")
     if unsupported:
         raise DataError(
             f"{name}: {join_names(unsupported)} cannot be placed on a device.",
@@ -172,10 +169,10 @@ def check_leaves(tree: Tree, name: str) -> int:
         )
     sizes = {path: np.shape(leaf)[0] for path, leaf in leaves.items()}
     if len(set(sizes.values())) > 1:
-        problems = [
-            Problem(f"{path}   {describe(leaves[path])}", [f"has {size} rows."], path=path)
-            for path, size in sizes.items()
-        ]
+        problems = []
+        for path, size in sizes.items():
+            where = f"{path}   {describe(leaves[path])}"
+            problems.append(Problem(where, [f"has {size} rows."], path=path))
         least, most = min(sizes.values()), max(sizes.values())
         fix = (
             f"the same number of rows in every leaf; the smallest has {least}, the largest {most}."
@@ -192,8 +189,8 @@ def check_leaves(tree: Tree, name: str) -> int:
     return next(iter(sizes.values()))
 
 
-def with_rows(batch: Tree, rows: int) -> Tree:
-    """Return the shapes of a batch of this number of rows.
+def with_rows(batch: Tree, rows: Any) -> Tree:
+    """Return the shapes of a batch of this number of rows, which may be a symbol of jax.export.
 
     >>> with_rows({"x": np.ones((2, 3), np.float32)}, 8)
     {'x': ShapeDtypeStruct(shape=(8, 3), dtype=float32)}
@@ -216,10 +213,8 @@ def check_matches(tree: Tree, sample: Tree, name: str) -> None:
         )
     for leaf, first in zip(jax.tree.leaves(tree), jax.tree.leaves(sample), strict=True):
         # Dtypes as JAX will have them: float64 on the host is float32 on the devices.
-        if (
-            np.shape(leaf)[1:] != first.shape[1:]
-            or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype
-        ):
+        has_shape = np.shape(leaf)[1:] == first.shape[1:]
+        if not has_shape or jax.dtypes.canonicalize_dtype(dtype_of(leaf)) != first.dtype:
             difference = f"{name} holds {describe(leaf)}, the first one {describe(first)}"
             raise DataError(
                 f"{difference}: only the number of rows may differ.",
@@ -240,28 +235,17 @@ def batch_differences(sample: Tree, trained: Tree) -> list[Problem]:
     problems = []
     for path in dict.fromkeys([*leaves, *first]):
         if path not in leaves:
-            problems.append(
-                Problem(
-                    path or "the array",
-                    [f"is missing; training batches have {describe(first[path])}."],
-                )
-            )
-        elif path not in first:
-            problems.append(
-                Problem(
-                    f"{path}   {describe(leaves[path])}".strip(),
-                    ["is not in training batches."],
-                    path=path or None,
-                )
-            )
-        elif (leaves[path].shape[1:], leaves[path].dtype) != (
-            first[path].shape[1:],
-            first[path].dtype,
-        ):
+            why = f"is missing; training batches have {describe(first[path])}."
+            problems.append(Problem(path or "the array", [why]))
+            continue
+        leaf = leaves[path]
+        where = f"{path}   {describe(leaf)}".strip()
+        if path not in first:
+            why = "is not in training batches."
+            problems.append(Problem(where, [why], path=path or None))
+        elif leaf.shape[1:] != first[path].shape[1:] or leaf.dtype != first[path].dtype:
             why = f"is {describe(first[path])} in training batches."
-            problems.append(
-                Problem(f"{path}   {describe(leaves[path])}".strip(), [why], path=path or None)
-            )
+            problems.append(Problem(where, [why], path=path or None))
     return problems
 
 
@@ -282,14 +266,8 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
     for path, leaf in leaves.items():
         name = f"{path}   {describe(leaf)}"
         if len(matches[path]) > 1:
-            problems.append(
-                Problem(
-                    name,
-                    [f"{len(matches[path])} batch rules match this leaf."],
-                    path=path,
-                    kind="overlap",
-                )
-            )
+            why = f"{len(matches[path])} batch rules match this leaf."
+            problems.append(Problem(name, [why], path=path, kind="overlap"))
             continue
         spec = layout.batch.spec
         if matches[path]:
@@ -305,7 +283,8 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
                 f"{spec_text(layout.batch.spec[:1])}."
             )
             problems.append(Problem(name, [why]))
-    for index in sorted(set(range(len(rules))).difference(*matches.values())):
+    unmatched_rules = set(range(len(rules))).difference(*matches.values())
+    for index in sorted(unmatched_rules):
         where = (
             f'[[batch.rules]] {rule_name(rules, index)}: path "{rules[index].path}" matches no '
             "leaf of the batch."
@@ -426,14 +405,11 @@ class Placer:
             if index is None:
                 index = np.arange(rows)
             index = np.concatenate([index, np.repeat(index[:1], size - rows)])
-        if (
-            not self.pad
-            and host.has_rows is None
-            and host.weights is not None
-            and not host.weights.all()
-        ):
+        lacks_rows = host.weights is not None and not host.weights.all()
+        if lacks_rows and not self.pad and host.has_rows is None:
+            skipped = int((host.weights == 0).sum())
             raise DataError(
-                f"{int((host.weights == 0).sum())} of the {rows} records of a batch were skipped. "
+                f"{skipped} of the {rows} records of a batch were skipped. "
                 "Neither a loss with one number for all "
                 "its rows nor batch statistics can leave out the rows in their place.",
                 fix="a loss with one value per example and no batch statistics; or intact files.",
@@ -475,15 +451,13 @@ class Placer:
                 fix="give arrays, which every process can index, or drop the short batch.",
             )
         leaves, structure = jax.tree.flatten(host.leaves)
-        # Copied by `narrow`: on a CPU, JAX uses an aligned buffer of the host itself.
-        placed = [
-            jax.make_array_from_process_local_data(
-                sharding, narrow(np.asarray(leaf), copy=True), (size, *np.shape(leaf)[1:])
-            )
-            for leaf, sharding in zip(
-                leaves, self._shardings_of(host.leaves, structure), strict=True
-            )
-        ]
+        placed = []
+        shardings = self._shardings_of(host.leaves, structure)
+        for leaf, sharding in zip(leaves, shardings, strict=True):
+            # Copied by `narrow`: on a CPU, JAX uses an aligned buffer of the host itself.
+            rows = narrow(np.asarray(leaf), copy=True)
+            shape = (size, *np.shape(leaf)[1:])
+            placed.append(jax.make_array_from_process_local_data(sharding, rows, shape))
         return Batch(
             jax.tree.unflatten(structure, placed),
             self.weights(size, size, True),

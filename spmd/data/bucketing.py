@@ -25,15 +25,17 @@ class Buckets(Records):
         super().__init__(records.format, records.reading)
         self.name, self.bounds = name, bounds
         # In blocks, so that the padded arrays of all records are never in memory together.
-        blocks = [
-            [np.arange(first, min(first + READ, self.examples))]
-            for first in range(0, self.examples, READ)
-        ]
+        blocks = []
+        for first in range(0, self.examples, READ):
+            last = min(first + READ, self.examples)
+            blocks.append([np.arange(first, last)])
         measured = flatten_groups(map_ahead(records.read_batches, blocks, records.reading.workers))
         # The row that stands in for a bad record has another length.
-        self.lengths = np.concatenate(
-            [np.where(good, leaves[f"{name}_mask"].sum(axis=1), 0) for leaves, good in measured]
-        )
+        lengths = []
+        for leaves, good in measured:
+            counts = leaves[f"{name}_mask"].sum(axis=1)
+            lengths.append(np.where(good, counts, 0))
+        self.lengths = np.concatenate(lengths)
         self._bucket = np.searchsorted(bounds, self.lengths)
         longest = int(self.lengths.max())
         if longest > bounds[-1]:
@@ -80,7 +82,8 @@ class Buckets(Records):
         self, bucket: int, ids: np.ndarray, leaves: dict[str, np.ndarray], good: np.ndarray
     ) -> RecordBatch | Exception:
         bound = self.bounds[bucket]
-        longer = np.flatnonzero(leaves[f"{self.name}_mask"][:, bound:].any(axis=1) & good)
+        beyond = leaves[f"{self.name}_mask"][:, bound:]
+        longer = np.flatnonzero(beyond.any(axis=1) & good)
         if len(longer):
             where = self.format.where(int(ids[longer[0]]))
             return DataError(
@@ -139,11 +142,8 @@ def buckets(records: Records, name: str, lengths: Sequence[int]) -> Buckets:
     bounds: tuple[int, ...] = ()
     if isinstance(lengths, Sequence):
         bounds = tuple(lengths)
-    if (
-        not bounds
-        or any(not isinstance(bound, int) or bound < 1 for bound in bounds)
-        or sorted(set(bounds)) != list(bounds)
-    ):
+    are_counts = all(isinstance(bound, int) and bound > 0 for bound in bounds)
+    if not bounds or not are_counts or sorted(set(bounds)) != list(bounds):
         raise OptionError(
             f"buckets: lengths {lengths!r}.", fix="increasing whole numbers, such as [16, 32, 64]."
         )

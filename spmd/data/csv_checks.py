@@ -51,7 +51,8 @@ def header_of(paths: tuple[str, ...], separator: str, *, chosen: bool) -> list[s
     # as tables without names are written, from 0 or from 1
     numbers = list(map(str, range(len(header) + 1)))
     counted = len(header) > 2 and header in (numbers[:-1], numbers[1:])
-    if not chosen and not counted and all(is_a(float, name) for name in header):
+    has_numbers_only = all(is_a(float, name) for name in header)
+    if has_numbers_only and not chosen and not counted:
         fix = "names=[...] where there is no header, or columns=[...] where these are names"
         raise DataError(
             f"{first}: its header has numbers only: {join_names(header, 5)}.", fix=f"{fix}."

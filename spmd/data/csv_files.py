@@ -346,9 +346,11 @@ def _inferred(
     # Blocks bound the memory for a file with many columns.
     for first in range(0, len(names), BLOCK):
         block = names[first : first + BLOCK]
-        values, is_integer, sound = cells.decimals([columns[name] for name in block])
+        places = [columns[name] for name in block]
+        values, is_integer, sound = cells.decimals(places)
         # Of booleans, a <= b is "a implies b".
-        plain = (sound | (cells.lengths([columns[name] for name in block]) == 0)).all(axis=1)
+        is_empty = cells.lengths(places) == 0
+        plain = (sound | is_empty).all(axis=1)
         small = (sound <= is_integer) & (values >= -(2**31)) & (values < 2**31)
         for at, name in enumerate(block):
             if plain[at] and sound[at].any() and small[at].all():
@@ -357,13 +359,12 @@ def _inferred(
                 dtypes[name] = np.dtype(np.float32)
             else:
                 # Bytes that are not UTF-8 are an error of their record, when it is read.
-                texts = [
-                    cells.field(row, columns[name]).decode("utf-8", "replace")
-                    for row in range(len(cells.rows))
-                ]
-                dtypes[name] = _dtype(
-                    name, [text for text in texts if text.strip()], path, alone=wide == 1
-                )
+                texts = []
+                for row in range(len(cells.rows)):
+                    text = cells.field(row, columns[name]).decode("utf-8", "replace")
+                    if text.strip():
+                        texts.append(text)
+                dtypes[name] = _dtype(name, texts, path, alone=wide == 1)
     return dtypes
 
 

@@ -31,7 +31,8 @@ def of_files(paths: Sequence[str], sizes: Sequence[int], blocks: int = BLOCKS) -
         length = BLOCK
     spans = []
     for first in firsts:
-        file, left = int(np.searchsorted(begins, first, "right")) - 1, length
+        file = int(np.searchsorted(begins, first, "right")) - 1
+        left = length
         while left:  # a block may continue in the next file
             size = min(left, int(begins[file + 1]) - first)
             spans.append((paths[file], first - int(begins[file]), size))
@@ -57,9 +58,11 @@ def of_arrays(arrays: Tree) -> dict[str, str]:
 def _of_array(leaf: np.ndarray) -> str:
     digest = hashlib.sha256(f"{leaf.dtype} {leaf.shape}".encode())
     # Rows of an array [n, 0] have no bytes.
-    most_rows = BLOCKS * BLOCK // max(leaf.itemsize * int(np.prod(leaf.shape[1:])), 1)
+    row_bytes = max(leaf.itemsize * int(np.prod(leaf.shape[1:])), 1)
+    most_rows = BLOCKS * BLOCK // row_bytes
     if most_rows < len(leaf):
-        leaf = leaf[np.linspace(0, len(leaf) - 1, max(most_rows, 2)).astype(np.int64)]
+        sample = np.linspace(0, len(leaf) - 1, max(most_rows, 2)).astype(np.int64)
+        leaf = leaf[sample]
     # As bytes: bfloat16 has no buffer that hashlib could read (ml_dtypes 0.6).
     digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]

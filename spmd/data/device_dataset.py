@@ -46,9 +46,8 @@ def resident(arrays: Any, *, steps_per_call: int = 50) -> Resident:
       50
     """
     check_integer(steps_per_call, "steps_per_call")
-    if not jax.tree.leaves(arrays) or not all(
-        hasattr(leaf, "shape") for leaf in jax.tree.leaves(arrays)
-    ):
+    leaves = jax.tree.leaves(arrays)
+    if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
         raise DataError(
             "resident() takes arrays.", fix="a dict or tuple of arrays of shape [rows, ...]."
         )

@@ -149,10 +149,8 @@ def fixed(
         )
     if default is not None:
         values = np.asarray(default)
-        fits = values.shape in ((), feature.shape) and all(
-            holds(feature.dtype, value) for value in values.ravel().tolist()
-        )
-        if not fits:
+        has_shape = values.shape in ((), feature.shape)
+        if not has_shape or not all(holds(feature.dtype, x) for x in values.ravel().tolist()):
             raise OptionError(
                 f"fixed(default={default!r}): {describe(feature)} does not hold it.",
                 fix="a number that it holds.",
@@ -162,7 +160,9 @@ def fixed(
 
 def _is_size(size: Any) -> bool:
     # A bool is an int for isinstance.
-    return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) >= 0
+    if isinstance(size, bool) or not isinstance(size, int | np.integer):
+        return False
+    return int(size) >= 0
 
 
 def padded(length: int, dtype: str, fill: Any = 0) -> Feature:
@@ -224,11 +224,10 @@ class Parser:
     """
 
     def __init__(self, features: Mapping[str, Feature]):
-        if (
-            not isinstance(features, Mapping)
-            or not features
-            or not all(isinstance(feature, Feature) for feature in features.values())
-        ):
+        are_features = isinstance(features, Mapping) and all(
+            isinstance(feature, Feature) for feature in features.values()
+        )
+        if not are_features or not features:
             raise OptionError(
                 f"features={features!r}.", fix='such as {"label": spmd.data.fixed((), "int32")}.'
             )

@@ -47,12 +47,10 @@ def read_idx(path: str | Path) -> np.ndarray:
         )
     shape = struct.unpack(f">{ndim}I", raw[4 : 4 + 4 * ndim])
     data = raw[4 + 4 * ndim :]
-    if len(data) != math.prod(shape) * dtype.itemsize:
-        raise DataError(
-            f"{path}: shape {list(shape)} needs {math.prod(shape) * dtype.itemsize} bytes of data, "
-            f"the file has {len(data)}.",
-            fix="download it again.",
-        )
+    needed = math.prod(shape) * dtype.itemsize
+    if len(data) != needed:
+        why = f"shape {list(shape)} needs {needed} bytes of data, the file has {len(data)}."
+        raise DataError(f"{path}: {why}", fix="download it again.")
     # astype also copies: an array from `frombuffer` cannot be written to.
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="))
 
@@ -84,15 +82,13 @@ def _split(folder: Path, prefix: str) -> dict[str, np.ndarray]:
     images = read_idx(_find(folder, f"{prefix}-images", 3))
     labels = read_idx(_find(folder, f"{prefix}-labels", 1))
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+        shapes = f"images are {list(images.shape)}, labels {list(labels.shape)}"
         raise DataError(
-            f"{folder}: {prefix} images are {list(images.shape)}, labels {list(labels.shape)}; "
-            "wanted [n, height, width] and [n].",
+            f"{folder}: {prefix} {shapes}; wanted [n, height, width] and [n].",
             fix="both files of one data set.",
         )
-    return {
-        "image": (images.astype(np.float32) / 255.0)[..., None],
-        "label": labels.astype(np.int32),
-    }
+    shades = images.astype(np.float32) / 255.0
+    return {"image": shades[..., None], "label": labels.astype(np.int32)}
 
 
 def _find(folder: Path, stem: str, ndim: int) -> Path:

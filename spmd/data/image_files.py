@@ -29,10 +29,9 @@ class ImageFiles(FileFormat):
         self.paths, self.counts = paths, [1] * len(paths)
         self.sizes = [os.path.getsize(path) for path in paths]
         self._labels, self._size, self._channels = labels, size, channels
-        self.fields = {
-            "image": Field((*size, channels), np.dtype(np.float32)),
-            "label": Field((), np.dtype(np.int32)),
-        }
+        image = Field((*size, channels), np.dtype(np.float32))
+        label = Field((), np.dtype(np.int32))
+        self.fields = {"image": image, "label": label}
 
     def read_into(
         self, leaves: dict[str, np.ndarray], records: np.ndarray, bad: dict[int, str]
@@ -50,9 +49,8 @@ class ImageFiles(FileFormat):
                     picture = picture.convert(_MODES[self._channels])
                     # Pillow has the width first. The picture is upright by now, as `size` is meant.
                     picture = picture.resize(self._size[::-1], pillow.Resampling.BILINEAR)
-                leaves["image"][at] = (
-                    np.asarray(picture, np.float32).reshape(*self._size, self._channels) / 255
-                )
+                numbers = np.asarray(picture, np.float32)
+                leaves["image"][at] = numbers.reshape(*self._size, self._channels) / 255
             except Exception as error:
                 # Pillow raises many kinds, also for files that are truncated
                 bad[at] = f"it cannot be read: {type(error).__name__}: {error}"
@@ -60,6 +58,11 @@ class ImageFiles(FileFormat):
     def where(self, record: int) -> str:
         """The file."""
         return self.paths[record]
+
+
+def _is_picture(name: str) -> bool:
+    """Return True for the name of a picture that is not hidden."""
+    return name.lower().endswith(ENDINGS) and not name.startswith(".")
 
 
 def _pictures(folder: Path) -> list[str]:
@@ -76,7 +79,7 @@ def _pictures(folder: Path) -> list[str]:
         # In place: `os.walk` enters the folders that are left in this list.
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
-            if name.lower().endswith(ENDINGS) and not name.startswith("."):
+            if _is_picture(name):
                 paths.append(os.path.join(parent, name))
     return sorted(paths, key=lambda path: path.split(os.sep))
 
@@ -141,12 +144,9 @@ def images(
       >>> batch["image"].shape, batch["label"].tolist()
       ((2, 4, 4, 3), [0, 1])
     """
-    pair = (
-        isinstance(size, tuple | list)
-        and len(size) == 2
-        and all(type(length) is int and length >= 1 for length in size)
-    )
-    if not pair or type(channels) is not int or channels not in _MODES:
+    is_pair = isinstance(size, tuple | list) and len(size) == 2
+    is_size = is_pair and all(type(length) is int and length >= 1 for length in size)
+    if not is_size or type(channels) is not int or channels not in _MODES:
         raise OptionError(
             f"size={size!r}, channels={channels!r}.",
             fix="size=(height, width), and channels=1, 3 or 4.",
@@ -171,10 +171,8 @@ def images(
             f"{folder} holds no pictures in folders that are classes; {state}.",
             fix="folder/class/picture.png.",
         )
-    beside = sum(
-        entry.is_file() and entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(".")
-        for entry in entries
-    )
+    files = [entry.name for entry in entries if entry.is_file()]
+    beside = sum(_is_picture(name) for name in files)
     empty = [name for name, of_class in zip(classes, paths, strict=True) if not of_class]
     if beside or empty:
         text = (

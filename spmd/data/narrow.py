@@ -68,9 +68,10 @@ def _raise_value(value: Any, dtype: np.dtype, where: str) -> NoReturn:
     smaller = "the values divided by a constant"
     if narrower.kind in "iu":
         smaller = "an index into a table of the values"
+    why = f"jax makes {narrower} of {dtype}, which holds {least} to {most}."
+    wider = "jax.config.update('jax_enable_x64', True)"
     raise DataError(
-        f"{where} holds {value}. jax makes {narrower} of {dtype}, which holds {least} to {most}.",
-        fix=f"smaller numbers, such as {smaller}; or jax.config.update('jax_enable_x64', True).",
+        f"{where} holds {value}. {why}", fix=f"smaller numbers, such as {smaller}; or {wider}."
     )
 
 

@@ -56,14 +56,12 @@ def decimals(
         point = np.where(is_point, digits, point)
         digits += is_digit
     is_integer = point < 0
-    sound = (
-        (digits + ~is_integer + signed == lengths)
-        & (digits > 0)
-        & (digits <= DIGITS)
-        & (number < EXACT)
-    )
+    is_number = (digits + ~is_integer + signed == lengths) & (digits > 0)
+    is_exact = (digits <= DIGITS) & (number < EXACT)
+    sound = is_number & is_exact
     value = number / _TENS.take(np.maximum(point, 0), mode="clip")
-    return np.where(sound, np.where(minus, -value, value), 0.0), is_integer, sound
+    signed_value = np.where(minus, -value, value)
+    return np.where(sound, signed_value, 0.0), is_integer, sound
 
 
 def holds(dtype: np.dtype, value: Any) -> bool:

@@ -42,9 +42,9 @@ class Rows:
     def filled_up(self, multiple: int) -> "Rows":
         """Return these rows and rows without documents, so that `multiple` divides their number."""
         missing = -len(self) % multiple
-        return dataclasses.replace(
-            self, first=np.concatenate([self.first, np.repeat(self.first[-1:], missing)])
-        )
+        of_missing = np.repeat(self.first[-1:], missing)
+        first = np.concatenate([self.first, of_missing])
+        return dataclasses.replace(self, first=first)
 
 
 def pack_documents(
@@ -79,7 +79,9 @@ def pack_documents(
     if split:
         count = -(-lengths // length)
     document = np.repeat(np.arange(len(lengths)), count)
-    start = (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)) * length
+    first_pieces = np.cumsum(count) - count
+    number_in_document = np.arange(len(document)) - np.repeat(first_pieces, count)
+    start = number_in_document * length
     size = np.minimum(lengths[document] - start, length)
     row = np.arange(len(size))
     if pack:

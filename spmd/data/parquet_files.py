@@ -61,11 +61,10 @@ class ParquetFiles(FileFormat):
                     f'there is no column "{name}".', fix=f"{did_you_mean(str(name), schema.names)}"
                 )
         kinds = {name: schema.field(name).type for name in columns or schema.names}
-        lengths = {
-            name: _list_length(paths, name)
-            for name, kind in kinds.items()
-            if types.is_list(kind) or types.is_large_list(kind)
-        }
+        lengths = {}
+        for name, kind in kinds.items():
+            if types.is_list(kind) or types.is_large_list(kind):
+                lengths[name] = _list_length(paths, name)
         self.fields = {
             name: _field(name, kind, types, lengths.get(name)) for name, kind in kinds.items()
         }
@@ -82,11 +81,11 @@ class ParquetFiles(FileFormat):
                     f'defaults: "{name}" is {value!r}, and the column is {dtype}.',
                     fix="a number that it holds.",
                 )
-        self._defaults = {
-            name: self.fields[name].dtype.type(value).item()
-            for name, value in defaults.items()
-            if name in self.fields
-        }
+        self._defaults = {}
+        for name, value in defaults.items():
+            if name in self.fields:
+                as_number = self.fields[name].dtype.type
+                self._defaults[name] = as_number(value).item()
 
     @functools.cached_property
     def _row_group(

@@ -95,7 +95,8 @@ class Prompts:
                 f"prompt {short_repr(prompt)}: {error}.", fix="another prompt."
             ) from error
         # some tokenizers end every text, which the model is to continue
-        if ids and ids[-1] in self.stop and plain[-1:] != ids[-1:]:
+        adds_end = plain[-1:] != ids[-1:]
+        if ids and ids[-1] in self.stop and adds_end:
             ids = ids[:-1]
         if not ids:
             raise DataError(

@@ -193,21 +193,22 @@ class RecordIndex:
         """
         files = np.searchsorted(self.first, records, "right") - 1
         starts, ends = self.starts[records], self.ends[records]
-        breaks = np.flatnonzero((files[1:] != files[:-1]) | (starts[1:] != ends[:-1])) + 1
+        is_new_file = files[1:] != files[:-1]
+        has_gap = starts[1:] != ends[:-1]
+        breaks = np.flatnonzero(is_new_file | has_gap) + 1
         firsts = np.concatenate([[0], breaks])
         lasts = np.concatenate([breaks, [len(records)]]) - 1
         # runs of adjacent records in a file: where each begins, and its bytes
-        run_files, begins, sizes = files[firsts], starts[firsts], ends[lasts] - starts[firsts]
+        run_files, begins = files[firsts], starts[firsts]
+        sizes = ends[lasts] - begins
         open_files = self._open_files
         # Linux lets a process have 1024 open files by default.
         if len(self.paths) > OPEN:
             open_files = _OpenFiles()
-        reads = [
-            (open_files[self.paths[file]], size, begin)
-            for file, size, begin in zip(
-                run_files.tolist(), sizes.tolist(), begins.tolist(), strict=True
-            )
-        ]
+        runs = zip(run_files.tolist(), sizes.tolist(), begins.tolist(), strict=True)
+        reads = []
+        for file, size, begin in runs:
+            reads.append((open_files[self.paths[file]], size, begin))
         pieces: list[bytes] = []
         # pread: threads share a descriptor, and it has no position that they would share.
         try:
@@ -228,9 +229,10 @@ class RecordIndex:
 
     def _complete(self, file: int, piece: bytes, descriptor: int, size: int, begin: int) -> bytes:
         """The complete piece, if one call returned only a part of it."""
-        while len(piece) < size and (
-            more := os.pread(descriptor, size - len(piece), begin + len(piece))
-        ):
+        while len(piece) < size:
+            more = os.pread(descriptor, size - len(piece), begin + len(piece))
+            if not more:
+                break
             piece += more
         if len(piece) < size:
             path, has = self.paths[file], begin + len(piece)
@@ -280,7 +282,8 @@ def cached_scan(
         data_hash.of_files([path], [stat.st_size], SAMPLED),
     ]
     # A path may be longer than the name of a file can be.
-    index = folder / f"{hashlib.sha256(repr(facts[:2]).encode()).hexdigest()[:32]}.index"
+    digest = hashlib.sha256(repr(facts[:2]).encode()).hexdigest()
+    index = folder / f"{digest[:32]}.index"
     try:
         stored = checksummed_files.read_checked(index)
         head, _, numbers = (stored or b"\n").partition(b"\n")
@@ -292,12 +295,11 @@ def cached_scan(
     starts, ends = scan(path)
     if may_store is not None and not may_store(path, starts, ends):
         return starts, ends
+    # Little-endian, because machines of several kinds may share the folder.
+    edges = np.stack([starts, ends]).astype("<i8").tobytes()
+    content = json.dumps(facts).encode() + b"\n" + edges
     try:
-        checksummed_files.write_checked(
-            index,
-            # Little-endian, because machines of several kinds may share the folder.
-            json.dumps(facts).encode() + b"\n" + np.stack([starts, ends]).astype("<i8").tobytes(),
-        )
+        checksummed_files.write_checked(index, content)
     except OSError as error:
         log.warning(
             "the index of %s cannot be kept, so the next run looks for its records again: %s.",

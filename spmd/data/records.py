@@ -72,10 +72,9 @@ class FileFormat(abc.ABC):
         """Arrays [n, ...] of the records int64[n] in ascending order; and by position, why a record
         cannot be read.
         """
-        leaves = {
-            name: np.zeros((len(records), *field.shape), field.dtype)
-            for name, field in self.fields.items()
-        }
+        leaves = {}
+        for name, field in self.fields.items():
+            leaves[name] = np.zeros((len(records), *field.shape), field.dtype)
         bad: dict[int, str] = {}
         self.read_into(leaves, records, bad)
         return leaves, bad
@@ -91,7 +90,8 @@ class FileFormat(abc.ABC):
     def where(self, record: int) -> str:
         """The file of a record and its position there, for messages."""
         file = int(np.searchsorted(np.cumsum(self.counts), record, "right"))
-        return f"{self.paths[file]}, {self.record_kind} {record - sum(self.counts[:file])}"
+        number = record - sum(self.counts[:file])
+        return f"{self.paths[file]}, {self.record_kind} {number}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,10 +179,8 @@ class Records:
         files = f"{len(self.format.paths)} {self.format.file_kind}"
         if len(self.format.paths) > 1:
             files += "s"
-        lines = [
-            f"{self.examples:,} records of {files} in {self.steps_per_epoch:,} batches of "
-            f"{self.batch_size}"
-        ]
+        batches = f"{self.steps_per_epoch:,} batches of {self.batch_size}"
+        lines = [f"{self.examples:,} records of {files} in {batches}"]
         width = max(map(len, self.fields))
         for name, field in self.fields.items():
             lines.append(f"    {name.ljust(width)}  {field}")
@@ -235,12 +233,13 @@ class Records:
         """Groups of batches of `size` rows that are read together; the first batch is alone, so
         that it arrives early.
         """
-        record_bytes = sum(
-            field.dtype.itemsize * int(np.prod(field.shape)) for field in self.fields.values()
-        )
-        most = min(self.format.together, BYTES // max(record_bytes, 1)) // max(size, 1)
+        record_bytes = 0
+        for field in self.fields.values():
+            record_bytes += field.dtype.itemsize * int(np.prod(field.shape))
+        most_records = min(self.format.together, BYTES // max(record_bytes, 1))
         # Enough groups for all threads: fewer larger ones would leave some without work.
-        most = max(1, min(most, len(parts) // max(AHEAD * self.reading.workers, 1)))
+        tasks = max(AHEAD * self.reading.workers, 1)
+        most = max(1, min(most_records // max(size, 1), len(parts) // tasks))
         count, at = 1, 0
         while at < len(parts):
             yield parts[at : at + count]
@@ -306,19 +305,20 @@ class Records:
             rows = local_rows
         if bad:
             if self.reading.on_error == "stop":
-                raise self._bad_records({int(ids[rows[at]]): why for at, why in bad.items()})
+                by_record = {int(ids[rows[at]]): why for at, why in bad.items()}
+                raise self._bad_records(by_record)
             readable = [at for at in range(len(rows)) if at not in bad]
+            bad_rows = list(bad)
             for leaf in leaves.values():
-                leaf[list(bad)] = 0
+                leaf[bad_rows] = 0
                 if readable:
-                    leaf[list(bad)] = leaf[readable[0]]
-            good[rows[list(bad)]] = False
+                    leaf[bad_rows] = leaf[readable[0]]
+            good[rows[bad_rows]] = False
         if local_rows is None:
             return leaves, good
-        full = {
-            name: np.zeros((len(ids), *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()
-        }
+        full = {}
         for name, leaf in leaves.items():
+            full[name] = np.zeros((len(ids), *leaf.shape[1:]), leaf.dtype)
             full[name][local_rows] = leaf
         return full, good
 
@@ -403,24 +403,16 @@ class Batches:
         Raises:
           DataError: the records, the batch size or the order differ.
         """
-        if (
-            not isinstance(state, dict)
-            or set(state) != {"epoch", "batch", "skipped", "data"}
-            or not isinstance(state["data"], dict)
-            or not all(
-                type(state[name]) is int and state[name] >= 0
-                for name in ("epoch", "batch", "skipped")
-            )
-        ):
+        if not _is_state(state):
             raise DataError(
                 f"this is no state of records: {state!r:.200}.", fix="what get_state() has given."
             )
         facts = self._records.facts()
-        changes = [
-            f"{name} was {was!r}, and is {facts.get(name)!r}"
-            for name, was in state["data"].items()
-            if facts.get(name) != was
-        ]
+        changes = []
+        for name, was in state["data"].items():
+            now = facts.get(name)
+            if now != was:
+                changes.append(f"{name} was {was!r}, and is {now!r}")
         if changes:
             raise DataError(
                 f"this state is of other data: {'; '.join(changes)}.",
@@ -435,6 +427,15 @@ class Batches:
         if self._batches is not None:
             self._batches.close()
         self._batches = None
+
+
+def _is_state(state: Any) -> bool:
+    """Return True for a value such as `Batches.get_state` returns."""
+    if not isinstance(state, dict) or set(state) != {"epoch", "batch", "skipped", "data"}:
+        return False
+    counts = [state[name] for name in ("epoch", "batch", "skipped")]
+    are_counts = all(type(count) is int and count >= 0 for count in counts)
+    return are_counts and isinstance(state["data"], dict)
 
 
 def warn_skipped(records: Records, epoch: int, skipped: int) -> None:

@@ -32,9 +32,8 @@ class RecordOrder:
     seed: int
 
     def __post_init__(self):
-        if not isinstance(self.shuffle, bool | int) or (
-            not isinstance(self.shuffle, bool) and self.shuffle < 2
-        ):
+        is_window = isinstance(self.shuffle, int) and self.shuffle >= 2
+        if not isinstance(self.shuffle, bool) and not is_window:
             raise OptionError(
                 f"{option('shuffle', repr(self.shuffle))} is {type_name(self.shuffle)}.",
                 fix="True, False, or a window of at least 2 records.",
@@ -51,7 +50,8 @@ class RecordOrder:
         if self.shuffle is True:
             return rng.permutation(self.records)
         run = max(1, self.shuffle // BLOCKS)
-        order = (rng.permutation(-(-self.records // run))[:, None] * run + np.arange(run)).ravel()
+        firsts = rng.permutation(-(-self.records // run)) * run
+        order = (firsts[:, None] + np.arange(run)).ravel()
         order = order[order < self.records]
         for first in range(0, self.records, self.shuffle):
             rng.shuffle(order[first : first + self.shuffle])

@@ -302,13 +302,11 @@ class RecordSource:
 
     def sample(self) -> Tree:
         """The shapes of one full batch."""
-        fields = self.records.fields.items()
-        return abstract(
-            {
-                name: jax.ShapeDtypeStruct((self.batch_size, *field.shape), field.dtype)
-                for name, field in fields
-            }
-        )
+        shapes = {}
+        for name, field in self.records.fields.items():
+            shape = (self.batch_size, *field.shape)
+            shapes[name] = jax.ShapeDtypeStruct(shape, field.dtype)
+        return abstract(shapes)
 
     def epoch(self, number: int, start: int = 0, position: Any = None) -> Iterator[HostBatch]:
         """The batches of one epoch, from batch `start` on; `position` holds the number of records
@@ -436,11 +434,9 @@ def as_source(
     examples = check_leaves(arrays, "the data")
     arrays = jax.tree.map(np.asarray, arrays)
     if examples == 0:
-        shapes = ", ".join(
-            f"{path} {describe(leaf)}".strip() for path, leaf in flatten(arrays).items()
-        )
         raise DataError(
-            f"the data is empty: {shapes}.", fix="look at what it was read or filtered from."
+            f"the data is empty: {_describe_arrays(arrays)}.",
+            fix="look at what it was read or filtered from.",
         )
     if batch_size is None:
         raise OptionError(
@@ -450,6 +446,14 @@ def as_source(
     check_integer(batch_size, "batch_size")
     _check_size(examples, batch_size, short_ok=short_ok)
     return ArraySource(arrays, examples, int(batch_size), shuffle is not False, seed)
+
+
+def _describe_arrays(arrays: Tree) -> str:
+    """Return path, dtype and shape of each array, in words."""
+    described = []
+    for path, leaf in flatten(arrays).items():
+        described.append(f"{path} {describe(leaf)}".strip())
+    return ", ".join(described)
 
 
 def _how_to_read(data: Any) -> str:

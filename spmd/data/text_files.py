@@ -96,10 +96,8 @@ class JsonLines(Documents):
     def read_documents(self, numbers: np.ndarray) -> list[dict[str, Any] | ValueError]:
         """The parsed lines."""
         raw, starts, ends = self._lines.read_bytes(numbers)
-        return [
-            _parsed(raw[start:end])
-            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
-        ]
+        edges = zip(starts.tolist(), ends.tolist(), strict=True)
+        return [_parsed(raw[start:end]) for start, end in edges]
 
     def where(self, number: int) -> str:
         """The file, and the line, from 1."""
@@ -126,7 +124,8 @@ def _scan(path: str) -> tuple[np.ndarray, np.ndarray]:
     if last != b"\n":
         breaks.append(np.array([at]))
     ends = np.concatenate([np.zeros(0, np.int64), *breaks])
-    starts = np.concatenate([[first_start], ends[:-1] + 1]).astype(np.int64)[: len(ends)]
+    starts = np.concatenate([[first_start], ends[:-1] + 1]).astype(np.int64)
+    starts = starts[: len(ends)]
     blank = []
     with open(path, "rb") as file:
         # An empty line has a \r where Windows has written it.

@@ -143,10 +143,13 @@ class TextRows(FileFormat):
         """Return the tokens of each document of one file, and the tokens that count; after `SHOWN`
         that cannot be used the remaining ones are not read, unless such documents are skipped.
         """
-        lengths, counted = np.full(end - first, -1, np.int64), np.zeros(end - first, np.int64)
+        count = end - first
+        lengths = np.full(count, -1, np.int64)
+        counted = np.zeros(count, np.int64)
         for begin in range(first, end, TOGETHER):
             numbers = np.arange(begin, min(begin + TOGETHER, end))
-            encoded = self.encoder.encode(self.documents.read_documents(numbers))
+            documents = self.documents.read_documents(numbers)
+            encoded = self.encoder.encode(documents)
             for number, tokens in zip(numbers.tolist(), encoded, strict=True):
                 if isinstance(tokens, ValueError):
                     self._add_problem(number, f"{tokens}.")
@@ -251,10 +254,11 @@ def _fill(leaves: dict[str, np.ndarray], document: Tokens, start: int) -> None:
     last token too.
     """
     size = len(leaves["tokens"])
-    following = document.ids[start + 1 : start + 1 + size]
-    leaves["tokens"][:] = document.ids[start : start + size]
+    end, next_start = start + size, start + 1
+    following = document.ids[next_start : end + 1]
+    leaves["tokens"][:] = document.ids[start:end]
     leaves["targets"][: len(following)] = following
-    leaves["mask"][: len(following)] = document.counts[start + 1 : start + 1 + size]
+    leaves["mask"][: len(following)] = document.counts[next_start : end + 1]
     leaves["positions"][:] = np.arange(size)
 
 
@@ -332,14 +336,19 @@ class TextRecords(Records):
     def __repr__(self) -> str:
         options, files = self.format.options, len(self.format.paths)
         used = self.lengths > 0
-        longer, total = int((self.lengths > options.length).sum()), int(self.lengths[used].sum())
+        longer = int((self.lengths > options.length).sum())
+        total = int(self.lengths[used].sum())
+        kind = self.format.file_kind
+        if files > 1:
+            kind += "s"
+        documents = f"{int(used.sum()):,} documents of {files} {kind}, {total:,} tokens"
+        rows = f"{len(self.rows):,} rows of {options.length:,}"
+        batches = f"{self.steps_per_epoch:,} batches of {self.batch_size}"
+        counted_share = self.format.counted[used].sum() / total
+        counted = f"{counted_share:.1%} of the tokens count in the loss"
         lines = [
-            f"{int(used.sum()):,} documents of {files} {self.format.file_kind}{'s' * (files > 1)}, "
-            f"{total:,} tokens, "
-            f"in {len(self.rows):,} rows of {options.length:,} and {self.steps_per_epoch:,} "
-            f"batches of {self.batch_size}",
-            f"    padding {self.padding:.1%}; {self.format.counted[used].sum() / total:.1%} of the "
-            "tokens count in the loss",
+            f"{documents}, in {rows} and {batches}",
+            f"    padding {self.padding:.1%}; {counted}",
         ]
         if longer:
             beyond = "they continue in other rows"

@@ -117,7 +117,8 @@ def scan(path: str, *, skip: bool = False) -> tuple[np.ndarray, np.ndarray]:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         edges, damaged = _record_edges(data, size)
     count, end = len(edges) - 1, edges[-1]
-    starts, ends = np.array(edges[:-1], np.int64), np.array(edges[1:], np.int64)
+    starts = np.array(edges[:-1], np.int64)
+    ends = np.array(edges[1:], np.int64)
     if end == size:
         return starts, ends
     if damaged:

@@ -247,11 +247,8 @@ def style_of(
         names = ("messages",)
     elif field is None:
         names = ("text",)
-    if (
-        len(names) not in (1, 2)
-        or not all(isinstance(name, str) and name for name in names)
-        or len(set(names)) < len(names)
-    ):
+    are_names = all(isinstance(name, str) and name for name in names)
+    if len(names) not in (1, 2) or not are_names or len(set(names)) < len(names):
         raise OptionError(
             f"{option('field', short_repr(field))}.",
             fix='the name of a field, or of two, such as ("prompt", "completion").',
@@ -259,12 +256,10 @@ def style_of(
     if chat is None:
         if len(names) == 1 and answers:
             why = f"{option('loss_on', quoted('answers'))}, but plain text has no answers."
-            raise OptionError(
-                why,
-                fix=f"{option('field', quoted('prompt'), quoted('completion'))}, or "
-                f"{option('chat')} for messages; "
-                f"or {option('loss_on', quoted('all'))}.",
-            )
+            pairs = option("field", quoted("prompt"), quoted("completion"))
+            all_tokens = option("loss_on", quoted("all"))
+            fix = f"{pairs}, or {option('chat')} for messages; or {all_tokens}."
+            raise OptionError(why, fix=fix)
         if len(names) == 1:
             return PlainText(names[0])
         return Pair(names)
@@ -279,7 +274,8 @@ def style_of(
     # the longest first, since `|` takes the first alternative that matches
     reserved = sorted(special, key=len, reverse=True)
     # `(?!)` matches nothing, and an empty pattern would match everywhere.
-    return Conversation(names, form, re.compile("|".join(map(re.escape, reserved)) or r"(?!)"))
+    pattern = "|".join(map(re.escape, reserved)) or r"(?!)"
+    return Conversation(names, form, re.compile(pattern))
 
 
 def _template(tokenizer: Tokenizer) -> str:
@@ -393,7 +389,8 @@ class Encoder:
             begins, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
             # some tokenizers leave white space out of offsets, and tokens of one letter's bytes
             # have the same ones
-            begins = np.minimum(begins, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1])
+            ends_before = np.concatenate([[0], np.maximum.accumulate(ends)])[:-1]
+            begins = np.minimum(begins, ends_before)
             counts = np.zeros(len(ids), bool)
             for begin, end in rendered.answers:
                 # a token that also holds the end of the prompt is of the answer, whose beginning
@@ -401,7 +398,8 @@ class Encoder:
                 counts |= (begins < end) & (ends > begin)
         # A post-processor of the tokenizer may have added it already.
         if self._eos is not None and (not len(ids) or ids[-1] != self._eos):
-            return Tokens(np.append(ids, np.int32(self._eos)), np.append(counts, True))
+            ids_with_end = np.append(ids, np.int32(self._eos))
+            return Tokens(ids_with_end, np.append(counts, True))
         if self._eos is not None:
             counts[-1] = True
         if not len(ids):

@@ -270,27 +270,22 @@ def _assembled(lots: list[_Part], has_rows: np.ndarray, unit: int) -> HostBatch:
     """
     turn = np.where(has_rows, np.cumsum(has_rows) - 1, 0)
     rows = [lots[at].first + np.minimum(np.arange(unit), lots[at].rows - 1) for at in turn]
-    weights = np.concatenate([np.arange(unit) < lots[at].rows for at in turn]).astype(np.float32)
+    is_row = [np.arange(unit) < lots[at].rows for at in turn]
+    weights = np.concatenate(is_row).astype(np.float32)
     count = sum(lot.rows for lot in lots)
     if lots[0].batch.index is not None:
-        index = np.concatenate(
-            [lots[at].batch.index[part] for at, part in zip(turn, rows, strict=True)]
-        )
+        parts = []
+        for at, part in zip(turn, rows, strict=True):
+            parts.append(lots[at].batch.index[part])
+        index = np.concatenate(parts)
         return HostBatch(lots[0].batch.leaves, count, index, None, has_rows, weights)
 
     def join(*leaves: Any) -> np.ndarray:
-        return np.concatenate(
-            [np.asarray(leaf)[part] for leaf, part in zip(leaves, rows, strict=True)]
-        )
+        pairs = zip(leaves, rows, strict=True)
+        return np.concatenate([np.asarray(leaf)[part] for leaf, part in pairs])
 
-    return HostBatch(
-        jax.tree.map(join, *(lots[at].batch.leaves for at in turn)),
-        count,
-        None,
-        None,
-        has_rows,
-        weights,
-    )
+    joined = jax.tree.map(join, *(lots[at].batch.leaves for at in turn))
+    return HostBatch(joined, count, None, None, has_rows, weights)
 
 
 def check_participation(clock: Events | None, step: int, batch: Batch) -> None:
