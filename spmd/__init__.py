@@ -49,8 +49,7 @@ _NAMES = {
     "spmd.run.step_profiler": ("Profile",),
     "spmd.run.watch": ("Watch",),
     "spmd.sweeps.api": ("sweep",),
-    "spmd.sweeps.search_space": ("log_uniform", "uniform"),
-    "spmd.sweeps.successive_halving": ("Halving",),
+    "spmd.sweeps.search_space": ("Halving", "log_uniform", "uniform"),
     "spmd.sync.simulation": ("simulate",),
     "spmd.train.state": ("State",),
     "spmd.trainer": ("Trainer",),
@@ -116,8 +115,11 @@ if TYPE_CHECKING:
     from spmd.run.step_profiler import Profile as Profile
     from spmd.run.watch import Watch as Watch
     from spmd.sweeps.api import sweep as sweep
-    from spmd.sweeps.search_space import log_uniform as log_uniform, uniform as uniform
-    from spmd.sweeps.successive_halving import Halving as Halving
+    from spmd.sweeps.search_space import (
+        Halving as Halving,
+        log_uniform as log_uniform,
+        uniform as uniform,
+    )
     from spmd.sync.simulation import simulate as simulate
     from spmd.train.state import State as State
     from spmd.trainer import Trainer as Trainer

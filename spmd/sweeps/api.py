@@ -30,9 +30,8 @@ from spmd.sweeps.config import SweepConfig, Trial
 from spmd.sweeps.memory_check import check_room
 from spmd.sweeps.results import Sweep
 from spmd.sweeps.scheduler import SweepRunner
-from spmd.sweeps.search_space import SEED, check_space, draw, grid
+from spmd.sweeps.search_space import SEED, Halving, check_space, draw, grid
 from spmd.sweeps.storage import SweepStore, is_writer, owned, spelled
-from spmd.sweeps.successive_halving import Halving
 from spmd.sweeps.train_chunk import Piece, calls
 from spmd.sweeps.vmapped_trials import DATA, NET, VmappedTrials
 from spmd.train.compiled_step import TrainingProgram
@@ -157,7 +156,9 @@ def sweep(
     study = SweepConfig(config, Layout.load(layout), source, eval_source, exact)
     study.check(space)
     check_length(epochs, steps)
-    length = (epochs or 1) * source.steps_per_epoch if steps is None else steps
+    length = steps
+    if length is None:
+        length = (epochs or 1) * source.steps_per_epoch
     all_trials = _trials(space, trials, search, seed)
     plan = [(len(all_trials), length)]
     if isinstance(search, Halving):
@@ -228,7 +229,7 @@ def sweep(
                 every=every,
                 progress=display,
             )
-            return runner.run_rungs(all_trials, None if folder is None else folder / "best")
+            return runner.run_rungs(all_trials, folder and folder / "best")
 
 
 def _folder_and_interval(
@@ -251,7 +252,9 @@ def _folder_and_interval(
             f"checkpoint={config!r}: a sweep uses only the path and `every` of a Checkpoint.",
             fix="sweep(score=..., mode=..., keep=...).",
         )
-    every = source.steps_per_epoch if config.every is None else config.every
+    every = config.every
+    if every is None:
+        every = source.steps_per_epoch
     return Path(config.path).absolute(), every
 
 
@@ -279,7 +282,9 @@ def _trials(space: Mapping[str, Any], count: int | None, search: Any, seed: int)
 
 
 def _mesh(mesh: Any, batch_size: int) -> Mesh:
-    devices = make_mesh({NET: -1} if mesh is None else mesh)
+    if mesh is None:
+        mesh = {NET: -1}
+    devices = make_mesh(mesh)
     sizes = dict(devices.shape)
     if NET not in sizes or set(sizes) > {NET, DATA}:
         raise MeshError(
@@ -291,7 +296,8 @@ def _mesh(mesh: Any, batch_size: int) -> Mesh:
             f"batch_size={batch_size} does not divide by data={sizes[DATA]}.",
             fix=f"a multiple of {sizes[DATA]}.",
         )
-    places = np.moveaxis(devices.devices, devices.axis_names.index(NET), 0).reshape(sizes[NET], -1)
+    net_first = np.moveaxis(devices.devices, devices.axis_names.index(NET), 0)
+    places = net_first.reshape(sizes[NET], -1)
     ranks = []
     for place in places:
         ranks.append(sorted({device.process_index for device in place}))

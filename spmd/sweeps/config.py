@@ -194,9 +194,14 @@ def _fix_for_class(kind: type, missing: Sequence[str], space: Mapping[str, Any])
     not in the space.
     """
     varied = accepted_names(kind, [*space, SEED])
+    values = dict.fromkeys(missing, "...")
+    if "rngs" in values:
+        values["rngs"] = "nnx.Rngs(0)"
     arguments = [f"{name}={name}" for name in varied]
-    arguments += ["rngs=nnx.Rngs(0)" if name == "rngs" else f"{name}=..." for name in missing]
-    begin = f"lambda {', '.join(varied)}:" if varied else "lambda:"
+    arguments += [f"{name}={value}" for name, value in values.items()]
+    begin = "lambda:"
+    if varied:
+        begin = f"lambda {', '.join(varied)}:"
     return f"a function that gives it: make_model={begin} {kind.__name__}({', '.join(arguments)})."
 
 

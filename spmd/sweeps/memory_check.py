@@ -55,7 +55,9 @@ def check_room(
         return
     each = need.state // need.trials  # bytes of one trial's state
     kind = packed.mesh.local_devices[0].device_kind
-    room = (limit - need.data) // each if each else 0
+    room = 0
+    if each:
+        room = (limit - need.data) // each
     fewer = min(need.trials - 1, room)
     # Halved, and not reduced by one, because each attempt compiles a program.
     while fewer > 0 and _need(packed, trials[: fewer * slots], call, limit).peak > limit:

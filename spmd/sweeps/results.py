@@ -87,12 +87,11 @@ class Sweep:
         Raises:
           OptionError: so many were not kept.
         """
-        count = len(self.best) if top is None else top
-        if (
-            isinstance(count, bool)
-            or not isinstance(count, int)
-            or not 1 <= count <= len(self.best)
-        ):
+        count = top
+        if count is None:
+            count = len(self.best)
+        is_integer = isinstance(count, int) and not isinstance(count, bool)
+        if not is_integer or not 1 <= count <= len(self.best):
             raise OptionError(
                 f"top={top!r}, and the arrays of {len(self.best)} trials were kept.",
                 fix="fewer; or sweep(keep=...).",

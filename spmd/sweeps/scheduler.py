@@ -101,7 +101,9 @@ class SweepRunner:
                 number: states[number] for number in ranked if math.isfinite(records[number].score)
             }
             result = self._sweep(trials, records, states, folder)
-            requested = watchdog.current().requested_stop_reason if self._begun else ""
+            requested = ""
+            if self._begun:
+                requested = watchdog.current().requested_stop_reason
             if reason := first_nonempty(requested):
                 _end(reason)  # it came too late to end anything
             return result
@@ -137,8 +139,12 @@ class SweepRunner:
     ) -> dict[int, Any]:
         """Train trials up to a step; return the host states of those that may be promoted."""
         promotable: dict[int, Any] = {}
-        start = self.plan[rung - 1][1] if rung else 0
-        count = self.keep if last else self.plan[rung + 1][0]
+        start = 0
+        if rung:
+            _, start = self.plan[rung - 1]
+        count = self.keep
+        if not last:
+            count, _ = self.plan[rung + 1]
         for number, (packed, trials) in enumerate(self._chunks(alive)):
             history, evaluations, after = self._chunk(
                 rung, number, packed, trials, states, start, stop
@@ -175,7 +181,9 @@ class SweepRunner:
         """
         done = self.storage.finished(rung, number)
         if done is not None:
-            chunk = None if self.storage.cleared else Chunk(packed, trials, stop, None)
+            chunk = None
+            if not self.storage.cleared:
+                chunk = Chunk(packed, trials, stop, None)
             # a damaged chunk is trained again
             if chunk is None or self.storage.resumed(rung, number, chunk):
                 self._count(packed, len(trials) * (stop - start))
@@ -184,7 +192,10 @@ class SweepRunner:
         watch = watchdog.current()
 
         def initial(slot: int) -> Any:
-            return states[slots[slot].number] if rung else packed.initial_state(slots[slot])
+            trial = slots[slot]
+            if rung:
+                return states[trial.number]
+            return packed.initial_state(trial)
 
         chunk = Chunk(packed, trials, start, packed.stack(len(slots), initial))
         if self.storage.resumed(rung, number, chunk):
@@ -352,7 +363,10 @@ class SweepRunner:
         resumes.
         """
         # One answer for all processes: a network file system may show the folder to some later.
-        if first_nonempty("saved" if place.is_dir() else ""):
+        saved = ""
+        if place.is_dir():
+            saved = "saved"
+        if first_nonempty(saved):
             return
         result = tried.result()
         data = dataclasses.replace(self.study.data, seed=tried.trial.seed)

@@ -1,4 +1,4 @@
-"""The choices of hyper-parameters, and the values that each trial has."""
+"""The choices of hyper-parameters, the values that each trial has, and the steps that it gets."""
 
 import dataclasses
 import itertools
@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from spmd.base.tracebacks import trims_tracebacks
 from spmd.base.tree import describe
-from spmd.errors import OptionError, type_name
+from spmd.errors import OptionError, check_integer, type_name
 
 SEED = "seed"  # a hyper-parameter that every trial has
 MANY = 10_000  # combinations of a grid without an explicit number of trials
@@ -40,7 +41,9 @@ class Between:
         return float(np.float32(value))
 
     def __str__(self) -> str:
-        name = "log_uniform" if self.log else "uniform"
+        name = "uniform"
+        if self.log:
+            name = "log_uniform"
         return f"{name}({self.low:g}, {self.high:g})"
 
 
@@ -93,7 +96,9 @@ def _between(name: str, low: float, high: float, *, log: bool) -> Between:
         or not abs(low) <= LARGEST >= abs(high)
         or (log and not low >= SMALLEST)
     ):
-        bounds = "two finite numbers above 0" if log else "two finite numbers"
+        bounds = "two finite numbers"
+        if log:
+            bounds += " above 0"
         raise OptionError(
             f"{name}({low!r}, {high!r}).",
             fix=f"{bounds}, the smaller one first, as float32 has them.",
@@ -203,3 +208,54 @@ def draw(space: Mapping[str, Any], count: int, seed: int) -> list[dict[str, Any]
     for trial in range(count):
         settings.append({name: value(name, choices, trial) for name, choices in space.items()})
     return settings
+
+
+@trims_tracebacks
+@dataclasses.dataclass(frozen=True)
+class Halving:
+    """Successive halving, for `spmd.sweep(search=Halving(...))` (Jamieson and Talwalkar 2016,
+    algorithm 1).
+
+    All trials train for the first part of the steps; the best of them, one in `factor`, train
+    `factor` times as long, and so on, until the last rung has had all steps. A trial's score at a
+    rung is that of `spmd.sweep`.
+
+    Args:
+      factor: one trial in `factor` continues.
+      rungs: how many there are; None: as many as leave one trial in the last.
+
+    Example:
+      >>> Halving(factor=4).plan(trials=16, steps=800)
+      [(16, 50), (4, 200), (1, 800)]
+    """
+
+    factor: int = 3
+    rungs: int | None = None
+
+    def __post_init__(self):
+        check_integer(self.factor, "Halving: factor", 2)
+        check_integer(self.rungs, "Halving: rungs", 2, optional=True)
+
+    def plan(self, trials: int, steps: int) -> list[tuple[int, int]]:
+        """The number of trials of each rung, and the step at which it ends.
+
+        Raises:
+          OptionError: more rungs than the trials or the steps allow.
+        """
+        # log(243) / log(3) is a little below 5, which the 1e-9 corrects.
+        most = 1 + int(math.log(trials) / math.log(self.factor) + 1e-9)
+        count = self.rungs
+        if count is None:
+            count = most
+        least = self.factor ** (count - 1)
+        if count > most or least > steps:
+            needed = f"{count} rungs of factor {self.factor} want {least} trials and steps"
+            raise OptionError(
+                f"Halving: {needed}; there are {trials} and {steps}.",
+                fix="fewer rungs, more trials, or more steps.",
+            )
+        plan = []
+        for rung in range(count):
+            trials_of_rung = max(1, trials // self.factor**rung)
+            plan.append((trials_of_rung, steps // self.factor ** (count - 1 - rung)))
+        return plan

@@ -38,7 +38,9 @@ def in_writer(action: Callable[[], Result]) -> Result | None:
     """
 
     def act_in_writer() -> Result | None:
-        return action() if is_writer() else None
+        if not is_writer():
+            return None
+        return action()
 
     return raise_everywhere(act_in_writer, CheckpointError, "the sweep's folder cannot be used")
 
@@ -190,13 +192,17 @@ class SweepStore:
         if place is None:
             return False
         # one answer for all processes: a network file system may show the folder to some later
-        saved = "saved" if (place / "checkpoints").is_dir() else ""
+        saved = ""
+        if (place / "checkpoints").is_dir():
+            saved = "saved"
         if not first_nonempty(saved):
             return False
         with open_checkpoints(place) as store:
             step, damaged = store.newest_intact()
             store.move_damaged(damaged)
-            history = None if step is None else self._read_file(place / f"history-{step}.npy")
+            history = None
+            if step is not None:
+                history = self._read_file(place / f"history-{step}.npy")
             if step is not None and history is not None:
                 run.states, _ = store.restore(step, run.packed.abstract(len(run.slots)))
                 run.measured = [_history(history)]
@@ -262,8 +268,12 @@ class SweepStore:
             logging.getLogger("spmd").warning(
                 "%s is damaged, and its chunk is trained again: %s.", file, why
             )
-        missing = "missing" if content is None else ""
-        return None if first_nonempty(missing) else content
+        missing = ""
+        if content is None:
+            missing = "missing"
+        if first_nonempty(missing):
+            return None
+        return content
 
 
 def _differ(was: str, now: str) -> str:

@@ -171,7 +171,9 @@ class Chunk:
         batches = 0
         for host in source.epoch(0):
             batches += 1
-            rows = source.batch_size if evaluation.pads else host.rows
+            rows = host.rows
+            if evaluation.pads:
+                rows = source.batch_size
             (index,), (weights,) = row_indices([host], rows)
             batch = jax.tree.map(operator.itemgetter(index), host.leaves)
             total = total + self.packed.evaluate(self.states, batch, weights)

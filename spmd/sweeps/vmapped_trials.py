@@ -244,7 +244,10 @@ class VmappedTrials:
         """Lower `count` updates of `slots` slots from shapes; `steps` then runs that program.
         `shared`: all slots have the same rows.
         """
-        shape = (1 if shared else slots, count, rows)
+        orders = slots
+        if shared:
+            orders = 1
+        shape = (orders, count, rows)
         function, (rows_sharding, weights_sharding) = self._steps(shape, shared=shared)
         values = self._abstract_values(slots, sharding=self._slot_sharding)
         row_numbers = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_sharding)
@@ -262,7 +265,9 @@ class VmappedTrials:
         self, shape: tuple[int, ...], *, shared: bool
     ) -> tuple[Any, tuple[NamedSharding, NamedSharding]]:
         """The function of `steps` for rows of this shape, and the shardings of rows and weights."""
-        slots = None if shared else NET
+        slots = NET
+        if shared:
+            slots = None
         rows_spec = PartitionSpec(slots)
         batch = PartitionSpec()
         if DATA in self.mesh.shape:
