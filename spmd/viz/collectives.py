@@ -60,7 +60,7 @@ def collective(kind: str, *, devices: int = 4) -> Html:
     top = bottom + ARROWS
     parts += _row("after", after, top)
     height = top + HEIGHT * after.shape[1] + 2
-    width = _left(devices) - GAP
+    width = devices * (WIDTH + GAP) - GAP
     return framed(svg(height, parts, KINDS[kind], width=width))
 
 
