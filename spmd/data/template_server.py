@@ -61,6 +61,25 @@ def lower(kind: int, limit: int) -> None:
     resource.setrlimit(kind, (limit, hard))
 
 
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON as the filter `tojson` of transformers does, with the same options."""
+    # Jinja2's own filter sorts keys, and writes "<", ">", "&" and "'" as \u003c and the like, for
+    # HTML: a model was not trained on such text.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
 def compiled(source: str) -> Any:
     """The template, as transformers knows templates."""
     import jinja2.ext
@@ -80,8 +99,7 @@ def compiled(source: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
     )
     environment.globals["raise_exception"] = refuse
-    # By default jinja2 sorts keys and json escapes letters beyond ASCII; transformers does neither.
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+    environment.filters["tojson"] = to_json
     return environment.from_string(source)
 
 

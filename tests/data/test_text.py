@@ -591,6 +591,15 @@ def test_chat_template_serves_after_a_conversation_that_ended_its_process(monkey
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"indent": 2}, {"sort_keys": True, "ensure_ascii": True}])
+def test_chat_template_writes_json_as_python_does(options):
+    """As transformers' filter does; jinja2's own escapes for HTML, and sorts keys."""
+    call = {"role": "user", "name": "search", "content": "is 1 < 2 & it's \u00e9?"}
+    arguments = ", ".join(f"{name}={value}" for name, value in options.items())
+    template = ChatTemplate(f"{{{{ messages[0] | tojson({arguments}) }}}}", {}, False)
+    assert template.prompt([call]) == json.dumps(call, **{"ensure_ascii": False} | options)
+
+
 def test_process_of_a_chat_template_ends_with_it():
     template = ChatTemplate("{{ messages[0].content }}", {}, False)
     process = template._renderer._process
