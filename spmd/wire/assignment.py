@@ -55,6 +55,7 @@ class Assignment:
         """The share of the storage that is padding: every server's row is as long as the fullest
         one's.
         """
+        # The rows of all servers are one array, so they have one length.
         stored = max(self.load) * self.servers
         if not stored:
             return 0.0
@@ -79,6 +80,7 @@ def _least_loaded(sizes: Sequence[int], servers: int) -> list[int]:
     load = [0] * servers
     owners = []
     for size in sizes:
+        # The first of equal ones, as in TensorFlow, which takes `np.argmin` of the loads.
         server = load.index(min(load))
         load[server] += size
         owners.append(server)

@@ -99,6 +99,7 @@ def _encoding_problems(codec: RowCodec, measured: dict[str, float]) -> Iterator[
                 "payload have one entry per row."
             )
     measured["error"] = worst
+    # Not `>`: every comparison with a NaN is False. Norms are float32, which rounds.
     if not worst <= codec.error * (1 + 1e-6) + 1e-7:
         yield (
             f"one encoding loses {worst:.4g} of a row's norm; `error` states at most "
@@ -151,6 +152,7 @@ def _mean_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str]:
         )
     worst = 0.0
     for name, shape in SHAPES.items():
+        # In float64, so that adding up the steps here loses nothing itself.
         of_workers = np.asarray(means[name], np.float64)  # [workers, steps, ...]
         mean = of_workers[0]
         true_mean = grads[name].astype(np.float64).mean(1)
@@ -159,6 +161,8 @@ def _mean_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str]:
         if not np.isfinite(of_workers).all():
             yield f"finite gradients {list(shape)} have a mean that is not finite."
             continue
+        # Each worker adds its own copy of the mean to its own copy of the parameters, so copies
+        # whose bits differ once stay different.
         if not (of_workers == mean).all():
             spread = np.abs(of_workers - mean).max()
             yield (

@@ -48,6 +48,7 @@ KINDS = {
     **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all_to_all"),
     "ppermute": "collective_permute",
 }
+# In a ring of n devices, with b bytes of the operand on each; rounded up where n does not divide.
 SENT = {
     "all_reduce": lambda n, b: -(-2 * (n - 1) * b // n),
     "reduce_scatter": lambda n, b: (n - 1) * b // n,
@@ -56,6 +57,7 @@ SENT = {
     "collective_permute": lambda n, b: b,
 }
 WARM_UP = "start_step"  # the scope of the conditional in `Averaging`
+# `lax.cond` keeps its branches in the order false, true.
 UNCOMPRESSED = 1  # its branch that runs before `start_step`
 RENAMED_SCOPES = {
     "push": "reduce_gradients",  # words: an old scope
@@ -242,6 +244,7 @@ def _scope(stack: str) -> str:
     """
     if not stack:
         return ""
+    # JAX writes transformations around a scope, such as transpose(jvp(gather_params)).
     unwrapped = re.sub(r"\b(jvp|transpose|vmap|checkpoint|remat)\(|\)", "", stack)
     scope = "/".join(part for part in unwrapped.split("/") if part)
     return scope or "model"

@@ -53,6 +53,8 @@ def comm_log(
 
     def update(params: Tree) -> Any:
         state = tx.init(params)
+        # In place of gradients, which have these shapes: what workers receive from servers counts,
+        # too. The state is not returned, but `jax.make_jaxpr` keeps the equations that make it.
         updates, _ = tx.update(local_params(state, params), state, params, **extra)
         return updates
 

@@ -298,6 +298,7 @@ class Gathering:
         return [pspec(transfer.model_spec) for transfer in self.transfers]
 
     def _gather(self, shards: list[jax.Array]) -> list[jax.Array]:
+        # Logs, plans and profiles read from this scope what a collective is for.
         with jax.named_scope("gather_params"):
             if self.dtype is not None:
                 shards = [self._cast(shard) for shard in shards]
@@ -366,6 +367,7 @@ def _all_gather(shards: list[jax.Array], layouts: list[ShardLayout]) -> list[jax
     )
     full = []
     for parts, dim, layout in zip(stacked, dims, layouts, strict=True):
+        # Workers are in dim 0 after the gather; their shards lie one after the other along `dim`.
         full.append(jnp.moveaxis(parts, 0, dim).reshape(layout.shape))
     return full
 
@@ -385,6 +387,8 @@ def _gather_backward(
     grads: list[jax.Array],
 ) -> tuple:
     residuals, typed = saved
+    # `_cast` has gathered in another dtype, and a custom_vjp returns what its rule returns, in
+    # whatever dtype that is (jax 0.10).
     grads = [grad.astype(empty.dtype) for grad, empty in zip(grads, typed, strict=True)]
     return gathering.reduce(grads, residuals)
 

@@ -114,6 +114,8 @@ class LocalSteps:
             return jnp.broadcast_to(leaf, (workers, *jnp.shape(leaf)))
 
         stacked = jax.tree.map(stack, params)
+        # vmap gives scalars of optax, such as a count, the dim of workers too, along which
+        # `jax.shard_map` splits the state.
         inner_state = jax.vmap(self.inner.init, axis_size=workers)(stacked)
         outer_state = tuple(self.outer.init(part) for part in _split(params, self.fragments))
         check_no_communication("inner", inner_state)
@@ -194,6 +196,7 @@ class LocalSteps:
         sent_at = (turn + 1) * (self.every // self.fragments)
         send = (number - sent_at) % self.every == 0
         arrived_at = number - self.overlap
+        # Multiples below 0 have the remainder 0, too: nothing arrives before the first exchange.
         receive = ((arrived_at - sent_at) % self.every == 0) & (arrived_at > 0)
         return send, receive
 
@@ -234,6 +237,7 @@ class LocalSteps:
         """Return the outer updates of a fragment: the mean over workers of (global - local
         parameters) is the outer optimizer's gradient.
         """
+        # Global minus local: an optimizer subtracts, and so moves towards the workers.
         deltas = {path: (leaf - local[path]).astype(leaf.dtype) for path, leaf in full.items()}
         state = WireState(step, memory, self.communication.axes)
         mean, after = self.communication.update(deltas, state)
@@ -331,6 +335,7 @@ def local_sgd(
     check_transformation("outer", outer)
     steps = LocalSteps(
         communication,
+        # So that `value` and the like reach an optimizer that takes them, and no other.
         inner=optax.with_extra_args_support(inner),
         outer=optax.with_extra_args_support(outer),
         every=every,

@@ -114,6 +114,8 @@ class Averaging:
             part_means, part_after, part_measured = reduce_part(part, part_memory, step)
             means |= part_means
             after |= part_after
+            # A nested region returns what each device along its axes has measured, one after the
+            # other.
             measured += part_measured.reshape(-1, 3).sum(0)
         means = {path: means[path].astype(grad.dtype) for path, grad in grads.items()}
         next_memory = {path: after.get(path, entry) for path, entry in memory.items()}
@@ -143,6 +145,8 @@ class Averaging:
     def _reduce(self, grads: Leaves, memory: Memory, step: Any) -> tuple[Leaves, Memory, jax.Array]:
         """Return the means, the next memory, and what this device measures, float32[3]."""
         if self.start_step:
+            # The number of the step is the same on all workers, so all take the same branch: one
+            # that took the other would be waited for forever.
             with jax.named_scope(WARM_UP):
                 means, after = lax.cond(
                     step < self.start_step, self._exactly, self._encoded, grads, memory
@@ -240,6 +244,7 @@ def reduce_buckets(
     after = dict(memory)
     for number, paths in enumerate(make_buckets(transfers, bucket_bytes)):
         chosen = [transfers[path] for path in paths]
+        # Logs, plans and profiles read from this scope what a collective is for.
         scope = f"reduce_gradients/{chosen[0].codec_name}"
         if numbered:
             scope = f"{scope}/{number}"

@@ -112,6 +112,8 @@ def register_reduction(name: str) -> Callable[[Function], Function]:
         _check_parameters(where, function)
         other = REDUCTIONS.get(name)
         if other is not None:
+            # By name and not by identity: a notebook's cell that runs again defines the function
+            # anew.
             whose = "the library's own"
             if other.make is not None:
                 whose = _full_name(other.make)

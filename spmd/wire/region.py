@@ -144,6 +144,8 @@ def as_arrays(tree: Tree) -> Tree:
     def as_array(leaf: Any) -> Any:
         if hasattr(leaf, "shape"):
             return leaf
+        # With a dtype, or the array would be weakly typed: another type to `jax.jit` and `lax.scan`
+        # than what an update returns.
         return jnp.asarray(leaf, jnp.result_type(leaf))
 
     return jax.tree.map(as_array, tree)
@@ -190,6 +192,7 @@ def check_grads(axes: tuple[str, ...], grads: Mapping[str, Any], *, lossless: bo
       CommunicationError: a gradient is equal on all workers, or a codec's collectives cannot be
         tracked.
     """
+    # Under check_vma=False nothing varies for JAX, not even the index of a worker (jax 0.10).
     if not any(axis in varying_axes(collectives.worker_index((axis,))) for axis in axes):
         return
     for path, grad in grads.items():

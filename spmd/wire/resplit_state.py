@@ -99,6 +99,7 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
             fix="a template: the shapes of wire.init(tx, params, jax.sharding.AbstractMesh(...)), "
             "with the workers that saved the state.",
         )
+    # Our states are leaves here: their axes and memories, part of the structure, may differ.
     if jax.tree.structure(state, is_leaf=_is_ours) != jax.tree.structure(fresh, is_leaf=_is_ours):
         raise CommunicationError("resplit: the state is not that of this transformation.", fix=FIX)
     state_of_mesh = jax.tree.map(_keep, state, fresh, is_leaf=_is_ours)
@@ -111,6 +112,7 @@ def _is_ours(node: Any) -> bool:
 
 def _keep(old: Any, fresh: Any) -> Any:
     """`old` in the shapes of `fresh`."""
+    # Other types are not compared: an array on the host is numpy's, and a new one is JAX's.
     if (_is_ours(old) or _is_ours(fresh)) and type(old) is not type(fresh):
         why = f"resplit: the state has {type(old).__name__} for {type(fresh).__name__}."
         raise CommunicationError(why, fix=FIX)
@@ -163,6 +165,7 @@ def _keep_rows(path: str, old: Any, fresh: jax.Array) -> Any:
     rows = _on_host(path, old)
     if jnp.issubdtype(fresh.dtype, jnp.inexact):
         return resplit_rows(jnp.asarray(rows), fresh.shape[0])
+    # Whole numbers, such as counts of steps, have no mean.
     if (rows != rows[:1]).any():
         why = f"resplit: {path}, {describe(old)}, differs between workers and has no mean."
         raise CommunicationError(why, fix="tx.init, which starts anew.", path=path)

@@ -58,6 +58,7 @@ def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh | AbstractMe
         with jax.set_mesh(mesh):
             state = tx.init(params)
     else:
+        # `jax.set_mesh` refuses an AbstractMesh (jax 0.10).
         with jax.sharding.use_abstract_mesh(mesh):
             state = jax.eval_shape(tx.init, params)
     for node in _nodes(state, _has_specs):

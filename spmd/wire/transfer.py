@@ -43,6 +43,8 @@ OUTER = "outer"  # the outer optimizer's momentum: float32[positions, row], shar
 # XLA starts the exchange of a bucket as soon as its gradients exist: the exchange of one bucket for
 # all would begin only when the backward pass is over.
 BUCKET_BYTES = 25 * 2**20
+# XLA:CPU merges small all-reduces, but no other collectives (jaxlib 0.10). A larger array would be
+# copied into its bucket and out of it.
 MAX_EXACT_BUCKET = 2**20  # bytes; a larger exact gradient has a collective of its own
 
 Leaves = dict[str, jax.Array]  # by parameter path
@@ -137,6 +139,7 @@ def make_buckets(transfers: Mapping[str, Transfer], limit: int) -> list[list[str
     filling: dict[tuple, tuple[list[str], int]] = {}
     for path, transfer in transfers.items():
         layout = transfer.shard_layout
+        # The axes too: one all-gather over them returns all means of a bucket.
         key = (transfer.codec, layout.replicated_axes)
         size = 4 * math.prod(layout.shape)
         most = limit
@@ -172,6 +175,7 @@ def init_memory(
         if transfer.error_feedback:
             entry[RESIDUAL] = jnp.zeros((workers, *transfer.shape), dtype)
         if key is None:
+            # The same key on every worker: P of PowerSGD is a mean only if all workers have one Q.
             keys = jax.random.fold_in(jax.random.key(0), number)[None]
         else:
             keys = jax.random.split(jax.random.fold_in(key, number), transfer.codec_states)

@@ -111,6 +111,7 @@ def zero1(
     check_transformation("inner", inner)
     if max_norm is not None and not (type(max_norm) in (int, float) and max_norm > 0):
         raise OptionError(f"max_norm={short_repr(max_norm)}.", fix="a number above 0.")
+    # So that `value` and the like reach an optimizer that takes them, and no other.
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Tree) -> ZeroState:
@@ -202,6 +203,7 @@ def moment_specs(
             return moment
         if moment.shape == param.shape:
             return spec
+        # Adafactor has placeholders of shape (1,) for what it does not factor (optax 0.2).
         if moment.size > 1:
             raise OptimizerError(
                 f"{where}: the optimizer keeps {describe(moment)} for a parameter "

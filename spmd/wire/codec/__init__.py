@@ -62,6 +62,7 @@ def register(name: str) -> Callable[[CodecClass], CodecClass]:
     def add(codec: CodecClass) -> CodecClass:
         _check_class(f'register("{name}")', codec)
         other = CODECS.get(name)
+        # By name and not by identity: a notebook's cell that runs again defines the class anew.
         if other is not None and _full_name(other) != _full_name(codec):
             why = f'register("{name}"): the name is that of {_full_name(other)}.'
             raise OptionError(why, fix="another name.")
@@ -84,6 +85,7 @@ def _check_class(where: str, codec: type[Codec]) -> None:
     if missing:
         raise OptionError(f"{where}: {codec.__name__} lacks {missing}.", fix=f"define {missing}.")
     for field in dataclasses.fields(codec):
+        # A layout file must be able to hold the value, and its type is that of the default.
         if type(field.default) not in (bool, int, float, str):
             why = f"{where}: option {field.name} of {codec.__name__} has no default that a layout "
             why += "file can hold."

@@ -120,6 +120,7 @@ def option(default: Any, valid: Callable[[Any], bool], wanted: str) -> Any:
 
 def whole_number(default: int) -> Any:
     """An option that is a whole number from 1."""
+    # `type`, since a bool is an int to `isinstance`.
     return option(default, lambda value: type(value) is int and value >= 1, "a whole number from 1")
 
 
@@ -170,6 +171,7 @@ class Codec(abc.ABC):
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if isinstance(value, np.integer):
+                # A Python number, so that equal codecs are equal and print the same.
                 value = int(value)
                 # A frozen dataclass has no other way to set a field.
                 object.__setattr__(self, field.name, value)
@@ -311,6 +313,7 @@ class RowCodec(Codec):
         )
         received = self._decode_bucket(received, bucket)
         received = lax.dynamic_update_index_in_dim(received, own_row, index, 0)
+        # Only the owner adds up, so all workers get the bits of one sum, whatever its order.
         mean = received.sum(0, keepdims=True) / node_count
         decoded = self._decode_bucket(payload, bucket)
         kept = lax.dynamic_update_index_in_dim(decoded, own_row, index, 0)
@@ -320,6 +323,8 @@ class RowCodec(Codec):
         inner = tuple(axis for axis in bucket.replicated_axes if axis in inside)
         if outer:
             payload = self._encode_bucket(mean, bucket)
+            # Times the number of nodes: one keeps the error that all get, and the contract is about
+            # the mean of `kept` over workers.
             lost = (mean - self._decode_bucket(payload, bucket)) * node_count
             kept = lax.dynamic_update_index_in_dim(kept, own_row - lost, index, 0)
             gathered = packed_collective(
@@ -330,6 +335,7 @@ class RowCodec(Codec):
         mean = _reorder(mean, (*outer, *inner), bucket.replicated_axes)
         # 4. what the node lost is charged to the worker that summed for it
         if inside:
+            # Times the number of workers, for the same reason.
             lost = (node - kept)[:, None] * inside_count
             inside_index = collectives.worker_index(inside)
             own_part = lax.dynamic_slice_in_dim(grid, inside_index, 1, axis=1)
@@ -343,6 +349,7 @@ def packed_collective(payload: Any, rows: int, collective: Callable[[jax.Array],
     have the same dtype.
     """
     leaves, structure = jax.tree.flatten(payload)
+    # A collective has one dtype. As bytes, values and scales are one message with one latency.
     one_dtype = len({leaf.dtype for leaf in leaves}) == 1
     as_sent = leaves
     if not one_dtype:
@@ -366,6 +373,7 @@ def flat_mean(parts: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
     all-reduce.
     """
     joined = jnp.concatenate([part.reshape(-1) for part in parts])
+    # Divided in float32: a mean in bfloat16 would be rounded once more.
     total = collectives.all_reduce(joined, axes).astype(jnp.float32)
     mean = total / collectives.worker_count(axes)
     return split_sizes(mean, [part.size for part in parts], 0)

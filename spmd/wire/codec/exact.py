@@ -60,6 +60,7 @@ EXACT = Exact()
 
 def exact_mean(layout: ShardLayout, grad: jax.Array) -> jax.Array:
     """This worker's shard of the exact mean."""
+    # Reduce-scatters come first: the all-reduce then sends a shard, and not the full gradient.
     total = grad
     for dim, entry in enumerate(layout.spec):
         total = collectives.reduce_scatter(total, entry_axes(entry), dim)

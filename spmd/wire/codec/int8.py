@@ -50,6 +50,8 @@ class Int8(RowCodec):
         values = blocks(rows, min(self.block, rows.shape[1]))
         scale = largest_magnitude(values, -1) / 127
         # The scale of a block of zeros is 0; dividing by it would give NaN.
+        # A NaN becomes some integer. The scale, which is NaN then, says that the block is not
+        # finite.
         integers = jnp.round(values / jnp.where(scale == 0, 1.0, scale)).astype(jnp.int8)
         return {"values": unblocks(integers, rows.shape[1]), "scale": finite_or_nan(scale)}
 

@@ -84,11 +84,15 @@ class PowerSgd(Codec):
             total = collectives.all_reduce(grad.astype(jnp.float32), bucket.inside)
             nodes.append(total / inside_count)
         matrices = [x.reshape(-1, q.shape[0]) for x, q in zip(nodes, old_qs, strict=True)]
+        # Vogels et al., algorithm 1. P is orthonormal before Q is computed: with Q = M^T P, the
+        # product P Q^T is the projection of M.
         local_ps = [matmul(m, q) for m, q in zip(matrices, old_qs, strict=True)]
         ps = [orthonormal(p) for p in _mean(local_ps, across)]
         local_qs = [matmul(m.T, p) for m, p in zip(matrices, ps, strict=True)]
         qs = _mean(local_qs, across)
         means = _products(ps, qs, grads)
+        # P is the same on all workers, so the mean of P Q_i^T over them is P Q^T, as the contract
+        # asks.
         kept = _products(ps, local_qs, nodes)
         if bucket.inside:
             # each worker of the node lost what the node lost

@@ -46,6 +46,7 @@ class Sign(RowCodec):
         counts = jnp.minimum(size, rows.shape[1] - starts)[:, None]
         scale = jnp.abs(values).sum(-1, keepdims=True) / counts
         octets = blocks((rows >= 0).astype(jnp.uint8), 8)
+        # Without a dtype, the sum of uint8 is uint32 in JAX: four times the bytes.
         packed = jnp.left_shift(octets, jnp.arange(8, dtype=jnp.uint8)).sum(-1, dtype=jnp.uint8)
         return {"bits": packed, "scale": scale}
 

@@ -46,6 +46,7 @@ class TopK(RowCodec):
         """float32 values and int32 indices, [n, k]."""
         # The number kept of each row: the share, rounded up, and at least one.
         count = max(1, -int(-rows.shape[1] * self.keep // 1))
+        # `lax.top_k` sorts NaN above infinity, so a NaN is among what is sent.
         _, indices = lax.top_k(jnp.abs(rows), count)
         values = jnp.take_along_axis(rows, indices, axis=1)
         return {"values": values, "indices": indices.astype(jnp.int32)}

@@ -29,6 +29,7 @@ def init_server_memory(
     """
     servers, width = rows.shape
     zeros = jnp.zeros(rows.shape, jnp.float32)
+    # Versions are kept at the servers, so a read copies a row there, and sends nothing.
     entry = {HELD: jnp.broadcast_to(rows[:, None], (servers, workers, width))}
     if declared.per_update(workers) > 1:
         entry[SUM] = zeros
@@ -102,6 +103,7 @@ def apply_arrivals(
         # 3. workers that read now read these parameters
         return (params, opt, read_params(memory, params, event["reads"])), None
 
+    # As data: another order of arrivals compiles nothing anew.
     inputs = {name: events[name] for name in ("worker", "applied", "weight", "commit")}
     # row 0 has the reads before the first arrival
     inputs["reads"] = events["reads"][1:]
@@ -114,6 +116,7 @@ def read_params(memory: Memory, params: Tree, readers: jax.Array) -> Memory:
     there are rarely several.
     """
     by_path = flatten(params)
+    # False sorts before True, so readers come first.
     order = jnp.argsort(~readers)
 
     def read_next(number: Any, held: Leaves) -> Leaves:
@@ -149,6 +152,7 @@ def _compensate_delay(
             old = memory[path][SQUARES]
             decay = declared.delay_decay
             squares = decay * old + (1 - decay) * jnp.square(g.astype(jnp.float32))
+            # Where a gradient was always zero, only 1e-7 keeps lambda finite.
             strength = (strength / jnp.sqrt(squares + 1e-7)).astype(g.dtype)
             after[path] = memory[path] | {SQUARES: jnp.where(applied, squares, old)}
         compensated[path] = g + strength * g * g * (params[path] - read[path])

@@ -199,6 +199,7 @@ class Events:
         self, applied: Any, arrived: Any, updates: Any, staleness: Any = 0, count: Any = 0
     ) -> np.ndarray:
         sums = [applied, arrived - applied, updates, staleness]
+        # At least 1: where nothing arrives, the mean staleness is 0 / 1 and not NaN.
         counts = [1, 1, 1, max(count, 1)]
         return np.array([sums, counts], np.float32)[:, : len(self.metric_names)]
 

@@ -130,6 +130,7 @@ class LocalTraining:
         mean, memory = self._average(
             {path: delta.mean(0) for path, delta in deltas.items()}, memory, step
         )
+        # The servers move by the sum over workers, and a reduction returns the mean.
         return {path: row + self.workers * mean[path] for path, row in rows.items()}, memory
 
     def _gather(self, rows: Leaves) -> Leaves:

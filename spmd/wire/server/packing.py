@@ -84,6 +84,7 @@ class Storage:
 
     def pack(self, params: Tree) -> Tree:
         """Parameters (or their gradients) as they are stored."""
+        # Padding and concatenation may change bits of narrow floats on XLA:CPU: see `to_bits`.
         return move_bits(self._packed, params)
 
     def _packed(self, params: Tree) -> Tree:

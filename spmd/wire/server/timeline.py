@@ -151,6 +151,7 @@ class _Reader:
         columns = {name: part[is_counted & ends] for name, part in columns.items()}
         worker = columns["worker"]
         number = columns.pop("number")
+        # numpy sorts by the last key first: by worker, and then by number.
         order = np.lexsort((number, worker))
         same_worker = np.diff(worker[order]) == 0
         # When the worker of each gradient begins its next one.

@@ -65,6 +65,7 @@ class Times:
             return self._values[worker]
         if self._kind == "constant":
             return self._values[0]
+        # Each block has a key of its own, so a time can be drawn without those before it.
         block, index = divmod(number, BLOCK)
         if worker not in self._drawn or self._drawn[worker][0] != block:
             self._drawn[worker] = (block, self._draw(worker, block))

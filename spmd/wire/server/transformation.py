@@ -186,6 +186,8 @@ class Servers:
         self._check_state(state, rows)
         losses = None
         if value is not None:
+            # Every server applies the gradients of all workers, and an optimizer may use the loss
+            # of each.
             losses = collectives.all_gather(jnp.reshape(value, 1), self.axes, 0)
         apply = self._apply_mean
         if self.asynchronous:
@@ -413,6 +415,7 @@ def parameter_server(
         )
     if declared.asynchronous:
         _check_asynchronous(communication)
+    # So that `value` reaches an optimizer that takes it, and no other.
     servers = Servers(communication, optax.with_extra_args_support(optimizer), clock)
     return optax.GradientTransformationExtraArgs(servers.init, servers.update)  # type: ignore[arg-type]
 
