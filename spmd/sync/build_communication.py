@@ -68,6 +68,7 @@ def _make_transfer(
     model_axes = mesh_axes.model_axes
     spec = reduction.grad_spec(placement)
     model_spec = keep_axes(spec, model_axes)
+    # A dim that data and model axes shard together has no local shard along the model axes alone.
     nested = bool(model_axes) and not mixes_data_axes(spec, data_axes)
     dtype = np.dtype(placement.dtype)
     # XLA:CPU aborts on a bfloat16 sum in a region that is manual over only some axes
@@ -76,6 +77,7 @@ def _make_transfer(
     local_shape = list(placement.shape)
     codec_states = 1
     if nested:
+        # PowerSGD keeps a Q for each local shard, and so sends nothing along a model axis.
         codec_states = mesh_axes.devices_along(spec_axes(model_spec))
         for dim, entry in enumerate(model_spec):
             local_shape[dim] //= mesh_axes.devices_along(entry)
@@ -139,8 +141,10 @@ class RegisteredReduction:
         """Return the transformation's state at step 0, outside of `jax.shard_map`."""
         mesh = self.mesh_axes.mesh
         if not isinstance(mesh, AbstractMesh):
+            # `jax.sharding.use_abstract_mesh` takes no other, and a plan's mesh has no devices.
             mesh = mesh.abstract_mesh
         with jax.sharding.use_abstract_mesh(mesh):
+            # A user's transformation may begin with Python numbers or numpy arrays.
             return jax.tree.map(jnp.asarray, self._transformation.init(params))
 
     @functools.cached_property

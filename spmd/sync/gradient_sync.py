@@ -86,6 +86,7 @@ class GradientSync:
     def _frozen_transfers(self) -> Mapping[str, Transfer]:
         """Return how gradients of frozen arrays would be communicated."""
         layout = self.resolved.layout
+        # Without codecs: these transfers only say how shards lie, and nothing is reduced.
         gradients = Gradients(layout.gradients.reduction)
         layout = dataclasses.replace(layout, gradients=gradients)
         frozen = Resolved(layout, self.resolved.mesh, self.resolved.frozen)

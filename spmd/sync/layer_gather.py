@@ -77,6 +77,7 @@ class LayerGather:
             return self._constrained(paths, shards)
         full = self._gather_chosen(paths, shards, self.trains)
         full |= self._gather_chosen(paths, shards, self._frozen)
+        # Codes are integers, and scales would lose digits in the dtype of the computation.
         full |= self._gather_chosen(paths, shards, self.sync.of_quantized, as_they_are=True)
         return _replaced(paths, shards, full)
 
@@ -129,6 +130,8 @@ class LayerGather:
         for name, leaf in flatten(grads).items():
             path = paths.get(name)
             if path in sharded:
+                # Gradients computed in bfloat16 are added up and reduced in the parameter's own
+                # dtype.
                 full[path] = leaf.astype(sharded[path].dtype)
         for path, carry in carries.items():
             if TOTAL in carry:
@@ -171,6 +174,7 @@ class LayerGather:
         model_axes: tuple[str, ...] = ()
         if transfers and transfers[0].nested:
             model_axes = sync.mesh_axes.model_axes
+        # Decided anew for one layer: a codec may make a stack smaller, and a layer of it not.
         of_layer = tuple(_transfer(transfer, self.stacked) for transfer in transfers)
         if as_they_are:
             return sharded, Gathering(of_layer, "exact", None, model_axes)

@@ -76,6 +76,7 @@ class PackedModel(WrappedModel):
 
     def bind(self, variables: Variables, call: Call) -> Any:
         """The model with its parameters unpacked."""
+        # `unpack` moves values as integers, which have no gradient.
         params = self.storage.views(variables.params)
         return self._model.bind(dataclasses.replace(variables, params=params), call)
 

@@ -43,6 +43,7 @@ def gather_param(
     if outside or not sync.reduction.manual:
         return constrain(mesh_axes, keep_axes(placement.spec, mesh_axes.model_axes), shard)
     with jax.named_scope("gather_params"):
+        # Scales of codes are used as they are: bfloat16 would round every value of their blocks.
         rounded = not sync.of_quantized(path)
         return _gather(sync, placement.spec, shard, mesh_axes.data_axes, rounded=rounded)
 
