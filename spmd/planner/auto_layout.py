@@ -130,6 +130,7 @@ def auto_layout(
             say(line)
 
         chosen = _choose(model, sample, saved, say_and_report, **options)
+        # As text: processes share strings, in the key-value store of JAX's coordination service.
         return json.dumps([chosen.layout.name, *chosen[1:]])
 
     name, accumulate, text, line = json.loads(
@@ -164,6 +165,7 @@ def _choose(
         say=lambda line: say(f'layout="auto": {line}'),
         **options,
     )
+    # A search keeps what it has found until Ctrl-C; a run ends there.
     if result.interrupted:
         raise KeyboardInterrupt
     text, best = result.to_toml(), result.plans[0][0]

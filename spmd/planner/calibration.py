@@ -103,6 +103,7 @@ def fit(
     for _ in range(PASSES):
         for path, group in by_figure.items():
             is_share = path.startswith("achieved.") and path != "achieved.launch"
+            # A share above 1 would be faster than the data sheet.
             target = _solve(target, path, group, most_share if is_share else math.inf)
     return target, tuple(unknown)
 
@@ -166,6 +167,8 @@ def _root(error: Callable[[float], float], low: float, start: float, high: float
         if at_new * at_here < 0:
             there, at_there = here, at_here
         else:
+            # Illinois: where the same end stays twice, its value is halved. Plain false position
+            # would keep that end, and approach from one side only.
             at_there /= 2
         here, at_here = new, at_new
     return here
@@ -284,6 +287,8 @@ class Measurement:
         start = self.base
         most = 1.0
         if cpu:
+            # A CPU has no data sheet: shares above 1 are found, and `_absolute` makes peak figures
+            # of them.
             start = _without_shares(self.base)
             most = 1e3
         target, unknown = fit(start, [one for _, one in observed], most_share=most)
@@ -550,4 +555,5 @@ def processor() -> str:
         key, _, name = line.partition(":")
         if key.startswith("model name"):
             return name.strip()
+    # `platform.processor()` is empty where Linux does not say.
     return platform.processor() or platform.machine()

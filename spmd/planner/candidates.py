@@ -190,6 +190,7 @@ class CandidateSpace:
     def _groups(self) -> dict[int, list[Candidate]]:
         families = range(len(self.layouts))
         groups, earlier = {}, set()
+        # A candidate that two layouts have is searched once, as that of the layout with more axes.
         for family in sorted(families, key=lambda family: -len(_axes(self.layouts[family]))):
             distinct = {_comparable(group.layout): group for group in self._variants(family)}
             groups[family] = [group for layout, group in distinct.items() if layout not in earlier]
@@ -294,6 +295,7 @@ def _reductions(layout: Layout) -> tuple[str, ...]:
     declared = layout.gradients.reduction
     exact = declared in ("all_reduce", "reduce_scatter") and not layout.gradients.compressed
     if exact:
+        # XLA's own collectives change nothing but rounding.
         return (declared, "compiler")
     return (declared,)
 
@@ -402,6 +404,7 @@ def trainable_paths(placed: PlacedModel) -> set[str]:
     jaxpr = jax.make_jaxpr(updates)(state.params, state.opt, state.params).jaxpr
     dependent = set(jaxpr.invars[: len(jax.tree.leaves(state.params))])
     for equation in jaxpr.eqns:
+        # A `Literal` cannot be looked up in a set: JAX gives it no hash.
         if any(not isinstance(var, Literal) and var in dependent for var in equation.invars):
             dependent.update(equation.outvars)
     changes = [not isinstance(var, Literal) and var in dependent for var in jaxpr.outvars]
@@ -461,6 +464,7 @@ def _reduction_time(placed: PlacedModel, cluster: Cluster, trainable: Collection
         if path in trainable:
             axes = tuple(axis for axis in spec_axes(place.spec) if axis not in data_axes)
             size += place.nbytes // num_shards(axes, mesh)
+    # Devices fill the mesh in its order, the last axis first, and fill nodes in theirs.
     ids = np.arange(mesh.size).reshape([length for _, length in mesh.axes])
     # the workers that the first device reduces with
     along = tuple(slice(None) if name in data_axes else 0 for name in mesh.names)

@@ -189,6 +189,7 @@ def of_device(kind: str) -> Target | None:
 def _gpus() -> dict[str, Target]:
     """Return the shipped GPUs by the names that they report; read once, since every `fit` asks."""
     targets = [load(name) for name in shipped()]
+    # The name that a GPU's driver reports is also the one in its description for XLA.
     return {target.compiler["name"]: target for target in targets if target.platform == "cuda"}
 
 

@@ -135,6 +135,7 @@ def compile_step(
         hlo, memory, buffers = program_files(
             blob,
             cache_folder(PLANS) / hashlib.sha256(blob).hexdigest()[:32],
+            # Only CPUs are simulated, as many as the mesh has. A topology describes GPUs and TPUs.
             cluster.count if platform == "cpu" else 1,
             f"{cluster} with XLA:{kind}",
             timeout,
@@ -314,6 +315,7 @@ def _evict(folder: Path) -> None:
     """Remove the oldest programs of a full cache, and what killed processes have left."""
     programs = [path for path in folder.iterdir() if re.fullmatch(r"[0-9a-f]{32}", path.name)]
     programs.sort(key=lambda path: path.stat().st_mtime)
+    # One place is left for the program that is about to be stored.
     removed = programs[: -CACHE_SIZE + 1]
     # a folder may be shared by hosts, whose processes cannot be asked for
     local = re.compile(rf"plan-(\d+)-{re.escape(_HOST)}-")
@@ -329,6 +331,7 @@ def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)  # sends no signal
     except OSError as error:
+        # A process of another user exists, too, though it may be sent no signal.
         return not isinstance(error, ProcessLookupError)
     return True
 
@@ -337,13 +340,17 @@ def _environment() -> dict[str, str]:
     """Return environment variables that the compile server gets in addition to this process's; ""
     removes one.
     """
+    # The server imports this spmd, also where it is a checkout that is not installed.
     source = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     return {
         "XLA_FLAGS": _flags(),
+        # JAX would find the plugin of the GPU compiler, and complain of missing CUDA libraries.
         "JAX_PLATFORMS": "cpu",
+        # XLA's errors only: users see the log where compiling fails.
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "PYTHONPATH": paths,
+        # The server sets its own number.
         "JAX_NUM_CPU_DEVICES": "",
         # programs from JAX's own cache have no buffer report
         "JAX_COMPILATION_CACHE_DIR": "",
@@ -386,6 +393,7 @@ def topology(cluster: Cluster) -> dict[str, Any]:
     """
     target = cluster.target
     if target.platform == "cuda":
+        # XLA's order: partitions, hosts of each partition, devices of each host.
         shape = f"1x{cluster.nodes}x{cluster.devices}"
         return {"platform": "cuda", "target_config": description(target), "topology": shape}
     dims = target.compiler["dims"]
@@ -419,6 +427,7 @@ def description(target: Target) -> str:
     fields = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
+        # Without opting in to more (CUDA C++ Programming Guide, compute capabilities).
         "shared_memory_per_block": 49152,
         "threads_per_core_limit": 2048 if large else 1536,
         "block_dim_limit_x": 2147483647,
@@ -438,6 +447,7 @@ def description(target: Target) -> str:
     texts = {
         "device_vendor": "NVIDIA Corporation",
         "name": specific["name"],
+        # JAX's lowering, which chooses kernels of cuDNN, gets the same version from `gpu_of`.
         "dnn_version": ".".join(map(str, VERSION)),
         "driver_version": "13.0.0",
         "runtime_version": "13.0.0",

@@ -121,6 +121,7 @@ def compile_request(
     """
     global _owner
     began = time.monotonic()
+    # A plan inside of `say` would wait for the lock that its own thread holds.
     if _owner == threading.get_ident():
         raise CompileError(
             f"planning for {target} while another plan is compiled in the same thread.",
@@ -217,6 +218,8 @@ def _start(folder: Path, environment: dict[str, str], devices: int) -> CompileSe
     """Start a server, whose output goes to the folder's log at first."""
     reads, requests = os.pipe()
     replies, writes = os.pipe()
+    # -P: a user's file in the current folder must not be imported in place of a module of that
+    # name.
     command = [sys.executable, "-P", "-m", "spmd.planner.compile_server", str(devices), str(writes)]
     try:
         with (folder / LOG).open("wb") as log:
@@ -229,6 +232,7 @@ def _start(folder: Path, environment: dict[str, str], devices: int) -> CompileSe
         os.close(replies)
         raise
     finally:
+        # With a copy of the server's ends here, a read would not see that the server has ended.
         os.close(reads)
         os.close(writes)
     # so that it leaves no zombie
@@ -248,6 +252,7 @@ def _answered(
     first, for whatever reason.
     """
     try:
+        # Writing to a pipe that nothing reads is an error, as Python ignores SIGPIPE.
         os.write(server.requests, os.fsencode(folder.resolve()) + b"\n")
     except OSError:
         return False
@@ -256,6 +261,7 @@ def _answered(
         while True:
             remaining = max(0.0, began + timeout - time.monotonic())
             if selector.select(min(REPORT_INTERVAL, remaining)):
+                # A pipe that is ready and has no byte is one whose only writer has ended.
                 return bool(os.read(server.replies, 1))
             _check_time(began, timeout, target, say)
 
@@ -279,6 +285,7 @@ def _check_time(began: float, timeout: float, target: str, say: Callable[[str], 
 def main(devices: int, replies: int) -> None:
     """Compile requests, one folder after the other."""
     folders = SimpleQueue[Path]()
+    # In threads, because XLA may compile for minutes in this one.
     threading.Thread(target=_listen, args=(folders,), daemon=True).start()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     jax.config.update("jax_platforms", "cpu")
@@ -306,6 +313,7 @@ def _print_to(path: Path, flags: int) -> None:
     """Have this process's output, and XLA's, go to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # The numbers of the files, and not `sys.stdout`: XLA writes to them from C++.
     file = os.open(path, flags, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -319,6 +327,7 @@ def _compile(folder: Path) -> None:
     # as the client has it: it changes the dtypes of constants
     jax.config.update("jax_enable_x64", request["x64"])
     lowered = _lower(request)
+    # XLA gives the places of buffers only in a dump; JAX gives their sizes alone.
     dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
     started, retried = time.perf_counter(), {}
     try:
@@ -348,7 +357,9 @@ def _lower(request: dict[str, Any]) -> Any:
     if request["topology"]:
         devices = get_topology_desc(**request["topology"]).devices
     else:
+        # A server may have more devices than this mesh, for other plans.
         devices = jax.devices()[: math.prod(sizes)]
+    # On a device of the target, since each platform's compiler has options of its own.
     check_compiler_options(request["options"], request["layout"], SingleDeviceSharding(devices[0]))
     mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
     places = exported.in_shardings_jax(mesh)
@@ -361,6 +372,7 @@ def _lower(request: dict[str, Any]) -> Any:
         # jax 0.10 pairs donated arrays in the host's memory with results only if the shardings of
         # results are given
         results["out_shardings"] = list(exported.out_shardings_jax(mesh))
+    # What is donated is given again: `jax.export.Exported` does not keep it.
     return jax.jit(exported.call, donate_argnums=request["donated"], **results).lower(*arguments)
 
 
@@ -368,6 +380,7 @@ def _listen(folders: SimpleQueue[Path]) -> None:
     """Queue requests; the client keeps this process's standard input open as long as it lives."""
     for line in sys.stdin.buffer:
         folders.put(Path(os.fsdecode(line.removesuffix(b"\n"))))
+    # `sys.exit` would end this thread alone.
     os._exit(1)
 
 

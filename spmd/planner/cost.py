@@ -35,6 +35,7 @@ EXPONENTIALS = 16
 KEPT = 32 * 2**20
 # queries and keys of a block of attention; those on the diagonal are computed completely
 DIAGONAL = 128
+# XLA makes no kernels of these.
 FREE = {
     "parameter",
     "constant",
@@ -122,6 +123,7 @@ def product_time(product: Product, target: Target) -> float:
     if not product.sides:
         seconds = product.flops / rate
         if target.cores:
+            # Softmax takes an exponential of each score, which the matrix units do not have.
             seconds += product.scores / (EXPONENTIALS * target.cores * target.clock)
         return product.share * seconds
     if not target.cores:
@@ -144,6 +146,7 @@ def _tiled(
     """Return the seconds with one size of tile; `rate` is one core's, in the largest tile."""
     count, rows, columns, depth = sides
     tiles = count * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1]) * split
+    # A core computes one tile at a time, and those without a tile in the last wave wait.
     waves = math.ceil(tiles / cores)
     return waves * (2.0 * tile[0] * tile[1] * (depth / split) / (rate * _relative(tile)) + WAVE)
 
@@ -222,6 +225,7 @@ def host_bytes(module: Module, computation: str, instr: Instruction) -> float:
     arrays = [array for array in arrays if array.shape]
     on_host = sum(array.bytes for array in arrays if array.host)
     on_device = sum(array.bytes for array in arrays if not array.host)
+    # What is copied is on both sides; an array of which it is a slice is on one.
     return float(min(on_host, on_device))
 
 
@@ -262,6 +266,7 @@ def attention_products(kernel: str, query: Sequence[int], key: Sequence[int]) ->
     if (kernel and not ATTENTION.search(kernel)) or len(query) < 3 or len(query) != len(key):
         return 0.0
     count, _ = _kernel_products(kernel)
+    # Kernels have heads before or behind the length; the longer of the two dims is taken for it.
     return count * 2.0 * math.prod(query) * max(key[1:-1])
 
 
@@ -374,6 +379,7 @@ def _convolution_flops(instr: Instruction, image: Array, kernel: Array, output: 
     total *= kernel.shape[of_kernel.index("i")]
     for number, label in enumerate(sorted(filter(str.isdigit, of_kernel))):
         stride, kernel_dilation, image_dilation = (
+            # XLA's text leaves out what has its default.
             int(window[key][number]) if key in window else 1
             for key in ("stride", "rhs_dilate", "lhs_dilate")
         )
@@ -421,8 +427,10 @@ def _cudnn_attention(instr: Instruction, inputs: list[Array], name: str) -> Prod
     """Return cuDNN's attention: two matrix products in the forward pass, five in the backward
     pass; all scores count as FLOPs.
     """
+    # The scores are neither operand nor result: their shape is in the configuration of the call.
     pattern = r'"intermediate_tensor_shape": ?(\{.*?\}[^{}]*\})'
     tensor = json.loads(captured(pattern, instr.attributes) or "{}")
+    # JSON of protocol buffers has integers of 64 bits as text.
     shape = [int(size) for size in tensor.get("dimensions", ())]
     if not shape:
         return None
@@ -487,6 +495,7 @@ def _fused_bytes(body: Sequence[Instruction], number: int, size: int, result: in
     table = {part.name: part for part in body}
     added = 0
     if updates := [part for _, part in users if part.op == "dynamic-update-slice"]:
+        # The result of such a fusion is the operand itself, of which only the update is written.
         added = sum(_size(table[part.operands[1]]) for part in updates) - min(result, size)
     sliced = sum(_size(part) for _, part in users if part.op in SLICES)
     return added + min(size, sliced)

@@ -224,6 +224,7 @@ def _reduction(plan: Plan, share: float, count: int) -> float:
     most = cluster.target.devices_per_node
     if cluster.nodes > 1:
         most = cluster.devices
+    # Data parallelism replicates parameters, so gradients have their bytes.
     size = int(plan.memory.parameters * share)
     return reduction_time("all_reduce", size, count, min(count, most), cluster)
 
@@ -255,6 +256,7 @@ def _share(plan: Plan, codec: str) -> float:
     )
     # the model's own code may name each axis
     sizes = dict.fromkeys(placed.mesh.axis_names, 1) | {layout.data_axes()[-1]: 2}
+    # Two workers: with one, nothing is sent and a codec is not used.
     two = placed.with_layout(abstract_mesh(MeshSpec(tuple(sizes.items()))), layout)
     program = TrainingProgram(two, plan.program.sample)
     return program.wire.bytes(where="reduce_gradients") / exact_bytes(two.exchange)

@@ -92,6 +92,7 @@ def read_trace(path: Path) -> list[Event]:
 def events_of(trace: Any) -> list[Event]:
     """Return the operations of `jax.profiler.ProfileData`, or what has the same attributes."""
     events: list[Event] = []
+    # XLA's profiler names planes and lines so (its `cupti_collector.cc` and `xplane_schema.cc`).
     for plane in trace.planes:
         if gpu := re.fullmatch(r"/device:GPU:(\d+)", plane.name):
             events += _gpu_events(plane, int(gpu[1]))
@@ -117,6 +118,8 @@ def _cpu_events(plane: Any) -> Iterator[Event]:
     for line in plane.lines:
         for event in line.events:
             stats = dict(event.stats)
+            # XLA:CPU runs parts of an operation in other threads, and the last of them writes this
+            # event.
             if event.name.startswith(END):
                 ends[stats.get("_c")] = event.start_ns
             elif "hlo_op" in stats:
@@ -226,6 +229,8 @@ def measure(
                 heapq.heappop(heap)
         place, span = bisect.bisect_right(begins, at) - 1, until - at
         if place >= 0 and at < windows[place][1]:
+            # Communication is charged only where nothing else runs, as a plan counts exposed
+            # communication.
             work = running[COMPUTATION] or running[UNNAMED]
             if charged := work or running[COMMUNICATION]:
                 _, last = charged[0]
@@ -280,6 +285,8 @@ def _windows(events: Sequence[Event], entry: set[str]) -> list[tuple[float, floa
         return []
     count = Counter(map(len, times.values())).most_common(1)[0][0]
     complete = [began for began in times.values() if len(began) == count]
+    # XLA:CPU starts operations in any order that their data allows, so the first may be another
+    # one.
     begins = [min(moments) for moments in zip(*complete, strict=True)]
     # what a loop runs may begin before any operation outside of loops
     begins[0] = events[0].begin
@@ -315,7 +322,9 @@ def layer_of(scope: str) -> str:
         names = re.findall(r"\[\\?'?([^\]'\\]+)\\?'?\]", scope)
         return "/".join(names[:-1]) or OUTSIDE
     names = [name for name in _unwrapped(scope).split("/") if name and name not in ADDED]
+    # The last name of a scope is the operation's own.
     parts = [name for name in names if not FUNCTION.fullmatch(name)][:-1]
+    # JAX writes jvp around the scopes of what is differentiated: the model and the loss.
     if "jvp(" in scope:
         return "/".join(parts) or OUTSIDE
     for part in parts:

@@ -122,6 +122,7 @@ class Variance:
 
     def _trace(self, computation: str, arguments: tuple[Value, ...]) -> Value:
         """Return the result of a computation with these arguments."""
+        # XLA calls one computation from several places, such as the layers of a list.
         key = computation, arguments
         if key not in self._results:
             values: dict[str, Value] = {}
@@ -200,9 +201,11 @@ class Variance:
         members = groups(instr, self.module.partitions)
         along = [frozenset(differing_axes(group, self.mesh)) for group in members]
         values = [flat(value) for value in operands]
+        # After any other collective each device of a group has something else.
         if kind in ("all_reduce", "all_gather"):
             axes = along[0]
             devices = math.prod(self.mesh.sizes[name] for name in axes)
+            # Groups along a part of an axis leave values that differ from part to part.
             complete = all(others == axes for others in along) and len(members[0]) == devices
             results = [value - axes if complete else value for value in values]
         else:
@@ -283,6 +286,7 @@ def flop_shares(
     for product in products.of_computation(module.entry):
         masked += product.flops * (1 - product.product.share)
         parts = dict(products.causes(product))
+        # JAX writes transpose around the scopes of a backward pass.
         if "transpose(" not in product.scope and RECOMPUTED not in parts:
             forward += product.flops - sum(parts.values())
         for cause, flops in parts.items():

@@ -30,6 +30,7 @@ def gpu_of(target: Target) -> Iterator[None]:
         yield
         return
     major, minor = target.compiler["compute_capability"]
+    # As cuDNN numbers its versions, from 9 on.
     number = VERSION[0] * 10000 + VERSION[1] * 100 + VERSION[2]
 
     def compute_capability(text: str) -> tuple[int, ...]:
@@ -55,6 +56,8 @@ def gpu_of(target: Target) -> Iterator[None]:
             gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=10 * major + minor
         )
         answers.append((gpu_info, "get_gpu_info", lambda: info))
+    # JAX refuses to lower these without devices because XLA partitions them by a call of Python's.
+    # On shards, inside of `jax.shard_map`, there is nothing to partition.
     devices = dispatch.prim_requires_devices_during_lowering
     needless = {
         primitive for primitive in devices if primitive.name.startswith("dot_product_attention_")

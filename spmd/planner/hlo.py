@@ -234,6 +234,7 @@ def parse(text: str) -> Module:
                 entry = name
         elif name and (match := _LINE.match(line)):
             computations[name].append(_instruction(*match.groups()))
+    # The first line of the text has the attributes of the module.
     count = captured(r"num_partitions=(\d+)", text.partition("\n")[0])
     return Module(
         {name: tuple(lines) for name, lines in computations.items()}, entry, int(count or 1)
@@ -276,6 +277,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 def _balanced(text: str) -> tuple[str, str]:
     """Split the parenthesized part that a text begins with from what follows."""
+    # Types of tuples are nested, which no regular expression matches.
     depth = 0
     for index, char in enumerate(text):
         depth += (char == "(") - (char == ")")
@@ -292,11 +294,13 @@ def arrays_of(kind: str) -> tuple[Array, ...]:
     """
     arrays = []
     for letters, bits, more, sizes, order in _ARRAY.findall(kind):
+        # A dim of dynamic size is written with its bound, as <=8.
         shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
         host = _HOST in order
         if letters:
             arrays.append(Array(f"{KINDS[letters]}{bits}{more}", shape, int(bits), host))
         else:
+            # XLA stores a pred in a byte.
             arrays.append(Array("bool", shape, 8, host))
     return tuple(arrays)
 

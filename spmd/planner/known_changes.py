@@ -48,6 +48,7 @@ class Trial:
 def fuse_attention(plan: PlanData) -> Edits:
     """Yield attention that is computed in parts, where all scores are stored."""
     placed = plan.program.placed
+    # Tracing asks for the compute capability of the GPU (`gpu_kernels.py`).
     with gpu_of(plan.cluster.target):
         products = large_products(plan.program, trace_model(plan.program))
     if stored_scores(plan.memory, placed, products):

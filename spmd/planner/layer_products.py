@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from spmd.nn.low_precision import DTYPES, scope_of
 from spmd.planner.hlo import Module
 
+# In the names of XLA's custom calls: cuBLAS on GPUs, oneDNN on CPUs.
 GEMM = re.compile(r"gemm|matmul")
 
 
@@ -39,6 +40,7 @@ class LayerProducts:
     def others(self) -> list[str]:
         """Dtypes that are multiplied, and that were not asked for."""
         forward, backward = self.dtypes
+        # XLA multiplies float8 in float16 on GPUs without units for it, and does not say so.
         others = self.forward - {forward}
         if backward is not None:
             others |= self.backward - {forward, backward}
@@ -64,6 +66,7 @@ def layer_products(module: Module, layers: Mapping[str, str]) -> dict[str, Layer
         layer = products[paths[match[0]]]
         if instr.op == "dot" or GEMM.search(instr.custom_call):
             dtypes = layer.forward
+            # JAX writes transpose around the scopes of a backward pass.
             if "transpose(" in instr.scope:
                 dtypes = layer.backward
             factors = module.operands(name, instr)[:2]
@@ -81,6 +84,8 @@ def precision_notes(module: Module, layers: Mapping[str, str]) -> list[str]:
     multiplied = {layer.asked for layer in products.values() if layer.dtypes[0] in layer.forward}
     notes: dict[str, list[str]] = {}
     for path, layer in products.items():
+        # XLA merges products of one input, such as queries, keys and values, and keeps one of their
+        # names.
         merged = not layer.forward and layer.rounded and layer.asked in multiplied
         if layer.others or not (layer.forward or merged):
             others = ", ".join(layer.others) or "nothing"

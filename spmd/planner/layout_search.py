@@ -149,6 +149,7 @@ def search(
     try:
         run.compile_candidates(limit)
     except KeyboardInterrupt:
+        # After Ctrl-C the search returns what it has found until then.
         if not run.plans:
             raise
         run.interrupted = True

@@ -30,6 +30,7 @@ DEVIATIONS = 1.645  # of a normal distribution, to either side, within which are
 # of a device's memory, where a target does not say what else is needed beside the program
 TIGHT = 0.92
 PREALLOCATED = 0.75  # of a GPU's memory, by JAX, unless one of these variables says otherwise
+# The second is the older name; JAX refuses both together (jaxlib 0.10).
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 LARGEST = 8  # temporaries that are listed
 # of the program
@@ -61,6 +62,7 @@ EXCHANGE = {  # the parts of the state of codecs and servers, by their keys
     SQUARES: "mean squares of gradients",
     RESIDUAL: "residuals of codecs",
 }
+# A value in XLA's report of buffers: its name, size, place and type.
 _VALUE = re.compile(
     r"^ value: <\d+ ([\w.\-]+)\{?[\d, ]*\}? @\d+> \(size=(\d+),offset=(\d+)\): ([a-z].*)"
 )
@@ -202,6 +204,8 @@ class Memory:
         if not deviation + other:
             return inside
         room = self.capacity - inside - outside
+        # Within three deviations are 99.9 % of all cases: more would only be taken from the other
+        # side.
         return inside + min(3 * deviation, room * deviation / (deviation + other))
 
     @property
@@ -374,6 +378,7 @@ def memory_of(
     state, batch, weights, events = program.arguments
     sizes = compiled.sizes
     arguments = tree_on_device((state, batch, weights, events))
+    # XLA counts the result in a donated argument's place as an output, too: an alias.
     fresh = sizes["output"] - sizes["alias"]
     # arrays in the model's code are allocations of their own, which no argument holds
     constants = re.findall(

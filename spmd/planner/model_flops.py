@@ -87,6 +87,8 @@ def empty_places(jaxpr: Any, times: int = 1) -> float:
     total, choices, experts = 0.0, 0, 0
     for equation in jaxpr.eqns:
         name, sides = equation.primitive.name, [variable.aval for variable in equation.invars]
+        # The router of a mixture of experts; the products that follow, batched over as many
+        # experts, are theirs.
         if name == "top_k":
             experts = sides[0].shape[-1]
             choices = sides[0].size // experts * equation.outvars[0].aval.shape[-1]
@@ -123,6 +125,7 @@ def flops_of(equation: Any) -> float:
             / kernel.shape[params["dimension_numbers"].rhs_spec[0]]
         )
     if name.startswith("ragged_dot"):
+        # Each row is multiplied by the matrix of its own group alone.
         return 2.0 * inputs[0].size * inputs[1].shape[-1]
     if name.startswith("dot_product_attention_fwd"):  # cuDNN's, whose primitives JAX keeps private
         return attention_products("", inputs[0].shape, inputs[1].shape)

@@ -355,6 +355,7 @@ def small_collectives(
             continue
         if buckets and transfer.purpose == "gradients":
             fix = f"[gradients] bucket_bytes = {Gradients.bucket_bytes}"
+        # Up to its own threshold XLA has merged all that it can.
         elif cluster.target.platform not in GPU or threshold is None:
             continue
         elif parse_bytes(threshold) < parse_bytes(XLA_THRESHOLD):

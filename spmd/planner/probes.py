@@ -29,7 +29,7 @@ AXIS = "device"
 Shapes = tuple[tuple[tuple[int, ...], str], ...]
 ATTENTION = (4, 2048, 16, 128)  # rows, tokens, heads, width
 # arrays of 4 MiB that blocks save for their gradients: more than is kept between steps
-# (`kernel_time.KEPT`)
+# (`cost.KEPT`)
 SAVED = 12
 
 
@@ -225,6 +225,7 @@ def _adam(
     mean: jax.Array, square: jax.Array, params: jax.Array, grads: jax.Array
 ) -> tuple[jax.Array, ...]:
     mean, square = 0.9 * mean + 0.1 * grads, 0.99 * square + 0.01 * grads * grads
+    # The arguments are drawn at random, so a "square" may be negative here.
     return mean, square, params - 1e-3 * mean / (jnp.sqrt(jnp.abs(square)) + 1e-8)
 
 
@@ -260,6 +261,7 @@ def _attention_gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def _all_reduces(x: jax.Array) -> tuple[jax.Array]:
     for _ in range(4):
+        # Each needs the result of the one before, or XLA would merge them into one.
         x = collectives.all_reduce(x, (AXIS,)) / len(x)
     return (x,)
 
@@ -304,6 +306,7 @@ def predictor(compiled: Any, devices: int) -> Callable[[Target], float]:
     def predict(target: Target) -> float:
         cluster = Cluster(1, devices, target)
         timeline = timeline_of(module, mesh, cluster, (AXIS,), temporaries=temporaries)
+        # Not 0, since calibration takes its logarithm.
         return max(timeline.seconds, 1e-12)
 
     return predict
@@ -352,6 +355,7 @@ class CompiledProbe:
         """
         for timed in (False, True):
             began = time.perf_counter()
+            # JAX returns from a call before the devices are done.
             results = jax.block_until_ready(self.compiled(*self.arguments))
             if timed:
                 self.times.append(time.perf_counter() - began)

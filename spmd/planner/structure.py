@@ -68,6 +68,8 @@ class Axes:
     def find(self, dim: int) -> int:
         """Return the axis of a dim."""
         while self._parent[dim] != dim:
+            # Path halving. Python assigns from left to right: the parent of the old `dim`, and then
+            # `dim`.
             self._parent[dim] = dim = self._parent[self._parent[dim]]
         return dim
 
@@ -365,11 +367,15 @@ def _dot(axes: Axes, equation: Any, inputs: list[Dims], results: list[Dims]) -> 
     left, right = inputs
     for one, other in zip(*contracted, strict=True):
         yield left[one], right[other]
+        # Scores sum over the width of a head. If that were sharded, devices would add up every
+        # score.
         if axes.weights.isdisjoint((*left, *right)):
             axes.scored.add(left[one])
     for one, other in zip(*batches, strict=True):
         yield left[one], right[other]
         axes.batches.add(left[one])
+    # A result of `lax.dot_general` has batch dims first, then those of the left side, then the
+    # right.
     outer = [left[place] for place in batches[0]]
     for side, dims in enumerate(inputs):
         outer += _without(dims, (*contracted[side], *batches[side]))
@@ -392,6 +398,8 @@ def _convolution(axes: Axes, equation: Any, inputs: list[Dims], results: list[Di
     features_out, features_in = numbers.rhs_spec[:2]
     yield image[batch], results[0][numbers.out_spec[0]]
     yield kernel[features_out], results[0][numbers.out_spec[1]]
+    # With groups, a kernel has the input features of one group, and features of outputs go with
+    # groups.
     yield image[features], kernel[features_in if groups == 1 else features_out]
 
 
@@ -425,5 +433,6 @@ _RULES = {
     "ragged_dot": _ragged_dot,
     "ragged_dot_general": _ragged_dot,
     "concatenate": _concatenate,
+    # `lax.reduce` has a computation of the user's, and its dims under another name.
     **dict.fromkeys(of_kind(Kind.REDUCTION) - {"reduce"}, _reduce),
 }

@@ -285,6 +285,7 @@ def changes_of(
         try:
             planned = plan_with(plan, trial.changes, timeout=timeout)
         except SpmdError as error:
+            # Any other error is raised before a program is compiled.
             compiled += isinstance(error, CompileError)
             tried[trial.name] = Change(trial.name, None, error.summary, (cost.what,))
             continue

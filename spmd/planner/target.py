@@ -104,6 +104,7 @@ class Achieved:
 
     def __post_init__(self) -> None:
         for name in _MORE_SHARES:
+            # A frozen dataclass has no other way to set a field.
             object.__setattr__(self, name, getattr(self, name) or self.matmul)
 
 

@@ -433,6 +433,8 @@ class _Schedule(Partitioned):
                 dataclasses.replace(wait, times=times * wait.times, exposed=times * wait.exposed)
             )
         if inner.communicated:
+            # XLA ends a collective in the computation that starts it, so the link is free after a
+            # loop.
             clock.link = max(clock.link, clock.compute)
         if inner.host_seconds:
             clock.host_link = max(clock.host_link, clock.compute)

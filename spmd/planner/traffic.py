@@ -80,6 +80,8 @@ class Transfer:
     def operand(self) -> int:
         """Bytes of its operands on each device."""
         size = sum(array.bytes for array in self.arrays)
+        # XLA's text has results: that of an all-gather is larger than its operand, of a
+        # reduce-scatter smaller.
         return {"all_gather": size // self.group, "reduce_scatter": size * self.group}.get(
             self.kind, size
         )
@@ -313,6 +315,7 @@ class Partitioned:
             per_site = devices_per_site(farthest, self.cluster, per_node)
         scopes = self.module.scopes(computation, instr)
         purposes = [_purpose(scope, kind, axes, self.data_axes) for scope in scopes]
+        # XLA may have merged collectives of several purposes into this one.
         purpose = min(purposes, key=PURPOSES.index)
         return Transfer(
             kind,
@@ -500,6 +503,7 @@ def reduction_time(kind: str, size: int, group: int, per_node: int, cluster: Clu
         (),
         group,
         per_node,
+        # Only bytes count for the links, so one array stands for all.
         arrays=(Array("uint8", (elements,), 8),),
         times=1,
         where="",
