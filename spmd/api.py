@@ -366,9 +366,11 @@ def fit(
     check_metrics(config, program, trainer, eval_data)
     check_watch(config, program)
     meta = trainer.about(source, program)
+    # Before compiling: processes with different programs would wait for each other in a collective.
     check_processes_agree(program, config.shared_facts(meta))
     room = None
     with visible.doing("compiling"):
+        # Before the state is made: XLA's own error would come in the middle of it, and name no fix.
         if check_memory and not isinstance(data, Resident):
             room = check_step_memory(program)
     # until the loop takes over, any failure releases the folder
