@@ -29,6 +29,8 @@ def microbatches(tree: Tree, count: int) -> Tree:
     """
 
     def split(leaf: jax.Array) -> jax.Array:
+        # With a stride, a row of the batch is in the same microbatch, and so draws the same random
+        # numbers, on every mesh.
         rows = leaf.reshape(leaf.shape[0] // count, count, *leaf.shape[1:])
         return jnp.moveaxis(rows, 1, 0)
 

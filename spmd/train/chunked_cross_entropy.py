@@ -253,6 +253,7 @@ def _over_chunks(
         _in_chunks(weights.reshape(tokens), count, size),
     )
     sums, token_arrays = lax.scan(add_chunk, sums, chunks)
+    # After the loop, so that devices add up the head's gradient once, and not for each chunk.
     sums = jax.tree.map(lambda x: collectives.all_reduce(x, axes), sums)
     if not with_gradients:
         return sums

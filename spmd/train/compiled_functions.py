@@ -132,6 +132,7 @@ class CompiledFunctions:
         except RuntimeError as error:
             layout = self._placed.resolved.layout
             self.options = without_buffering(error, self.options, layout.compiler, layout.source)
+            # A jitted function keeps the options that it was made with.
             self._jitted.clear()
             self._ready.clear()
         return compile_it()

@@ -226,6 +226,7 @@ class TrainingProgram:
             return
         self._checked_first_batch = True
         objective = self.loss.objective
+        # The checks move a few numbers to the host, also where the user's guard refuses transfers.
         with self.placed.compiling(), jax.transfer_guard("allow"):
             if rows is not None:
                 batch = jax.jit(lambda data, rows: jax.tree.map(lambda x: x[rows[0]], data))(
@@ -272,6 +273,8 @@ class TrainingProgram:
         return self.functions.jit(
             update,
             donate_argnums=self.donate_argnums,
+            # XLA would be free to shard the next state otherwise: it could not use the memory of
+            # the donated one, and the next step would be compiled again.
             out_shardings=(self.placed.shardings, self._replicated, *others),
         )
 

@@ -274,6 +274,7 @@ class Totals:
         self._names = columns
         self._finish = finish
         self._undefined = undefined
+        # In float64: float32 holds whole numbers up to 2^24 only, and counts of rows may be larger.
         self.total = np.zeros((2, len(columns)))
         self._batches = 0
         self._rows = 0

@@ -28,6 +28,7 @@ def export_step(
     update: Callable, arguments: Any, out_shardings: Any, platform: str
 ) -> jax.export.Exported:
     """`update(*arguments)` exported as a function of flat arguments and results."""
+    # Flat, because jax.export serializes only trees of types that are registered with it.
     leaves, tree = jax.tree.flatten(arguments)
 
     def flat_update(*leaves: Any) -> list[Any]:

@@ -273,6 +273,7 @@ class _NamingDict(dict[Any, Any]):
         raise _MissingKey(key, self.path, [*self])
 
 
+# JAX takes an object of a subclass of dict for a leaf unless the class is registered.
 jax.tree_util.register_pytree_node(
     _NamingDict,
     lambda node: ([node[key] for key in sorted(node)], (node.path, *sorted(node))),
@@ -356,6 +357,7 @@ class _Memo:
 
     def __call__(self, inputs: Any) -> Any:
         for earlier, outputs in self.calls:
+            # By identity: comparing tracers is an operation of the traced program.
             if earlier is inputs:
                 return outputs
         outputs = self._model(inputs)

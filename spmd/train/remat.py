@@ -34,6 +34,7 @@ def policy_of(saves: str | tuple[str, ...], offload: tuple[str, ...] = ()) -> Po
     )
 
     def policy(primitive: Any, *inputs: Any, **params: Any) -> Any:
+        # Asked for these names alone: JAX's policy for offloading recomputes all other values.
         if primitive.name == "name" and params["name"] in offload:
             return move(primitive, *inputs, **params)
         return save(primitive, *inputs, **params)

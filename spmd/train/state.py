@@ -106,6 +106,8 @@ def make_state(variables: Variables, opening: Opening, seed: int, memory: Memory
     """A state at step 0, under a trace; `opening` makes the optimizer's, and `memory` what the
     exchange of gradients remembers.
     """
+    # Whatever jax_default_prng_impl is: with threefry, a draw depends on its key and its index
+    # alone, and so not on the mesh.
     key = jax.random.key(seed, impl="threefry2x32")
     opt = opening(variables.params)
     data = seed_data(seed)

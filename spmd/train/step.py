@@ -146,6 +146,7 @@ def step_and_gradients(
     loss = mean_loss(reduced.metrics)
     params, opt, comm_state = step.rule.update(state, reduced, loss, events)
     skipped = step.rule.skipped(opt)
+    # A Python False: where an optimizer never skips, the program has no selects.
     if skipped is not False:
         before = (state.exchange, state.stats)
         unless_skipped = functools.partial(jnp.where, skipped)

@@ -261,6 +261,7 @@ class WorkerGradients:
 
     def _step_key(self, state: State) -> jax.Array:
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
+        # By the number of the step, so that a resumed run draws what an undisturbed one draws.
         return jax.random.fold_in(key, state.step)
 
     def _common_arrays(

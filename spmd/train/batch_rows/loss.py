@@ -120,6 +120,7 @@ def read_objective(
 
     def trace(rows: int) -> Any:
         key = jax.eval_shape(lambda: jax.random.key(0))
+        # Layers that average over workers name this axis, which has to be bound.
         traced = jax.make_jaxpr(compute_loss, axis_env=[(WORKERS, 2)])
         return traced(variables, with_rows(sample, rows), key)
 
