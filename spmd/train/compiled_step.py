@@ -81,6 +81,8 @@ class TrainingProgram:
         self.names = (*self.loss.names, *step_metrics(placed))
         self.donate_argnums = (0,)
         if self.loss.unrolls:
+            # XLA:CPU copies donated kernels of convolutions at the start of a step: see
+            # `TracedLoss.unrolls`.
             self.donate_argnums = ()
         self.functions = CompiledFunctions(placed, self.rows, layerwise=bool(self.sync.layerwise))
         self.functions.builders |= {

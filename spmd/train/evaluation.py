@@ -335,6 +335,7 @@ def measured(
             break
         with placer.allow_row_transfers():
             pending.append((program.evaluate(state, batch.leaves, batch.weights), batch.rows))
+        # Read after the next batches were dispatched, so that devices never wait for the host.
         if len(pending) >= IN_FLIGHT:
             totals.add(*pending.popleft())
     for packed, count in pending:

@@ -37,6 +37,7 @@ def of_parts(loss: Callable[..., Any]) -> Callable[..., Any]:
       True
     """
 
+    # A function of its own: a mark on the user's would hold wherever that one is used.
     @functools.wraps(loss)
     def marked(*args: Any, **named: Any) -> Any:
         return loss(*args, **named)

@@ -426,6 +426,7 @@ class _Program:
                     mesh=self.mesh,
                     in_specs=(array_specs, [pspec(())] * len(shared)),
                     out_specs=[[spec] * len(members) for spec in out_specs],
+                    # All axes, so that XLA's partitioner can add no collective inside.
                     axis_names=self.mesh.axis_names,
                 )(arrays, shared)
 

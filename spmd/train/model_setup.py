@@ -124,6 +124,7 @@ class PlacedModel:
             as_passed = spec.as_passed
         self.config = config
         self.mesh: Mesh = mesh  # or an AbstractMesh, of which jax asks the same
+        # An AbstractMesh, as plans have, has no devices to ask for their platform.
         self.platform = jax.default_backend()
         if platform is not None and isinstance(mesh, AbstractMesh):
             self.platform = platform

@@ -262,6 +262,7 @@ def _to_owners(shards: jax.Array, spec: Spec, routes: tuple[Axes, ...]) -> jax.A
 
 def _from_owners(matrices: jax.Array, spec: Spec, routes: tuple[Axes, ...]) -> jax.Array:
     """Return the shards of all matrices, from the matrices that this device owns."""
+    # In the opposite order: the last split is undone first.
     for axes, dim in reversed(_sharded_dims(spec, routes)):
         size = collectives.worker_count(axes)
         if dim is None:

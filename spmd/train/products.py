@@ -62,6 +62,8 @@ class Products:
         def dot_general(*args: Any, **kwargs: Any) -> jax.Array:
             self._called.add(path)
             try:
+                # The compiled program keeps the name, by which a plan finds the products of the
+                # layer.
                 with jax.named_scope(scope_of(path)):
                     return product(*args, **kwargs)
             except OptionError as error:

@@ -132,6 +132,7 @@ def skip_spikes(
             )
         squares = []
         for leaf in jax.tree.leaves(updates):
+            # The square of a complex number is no square of its size.
             squares.append(jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))))
         norm = jnp.sqrt(sum(squares, jnp.float32(0)))
         if value is None:

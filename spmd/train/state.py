@@ -282,6 +282,7 @@ def checksums(concrete: Variables) -> dict[str, str]:
             # no process has all of it; it is one array for all
             facts[f"initial {path}"] = f"{describe(leaf)} over all processes"
         else:
+            # numpy has no view of a scalar, or of strided memory, as bytes.
             data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
             facts[f"initial {path}"] = f"of checksum {zlib.crc32(data):08x}"
     return facts
@@ -318,6 +319,7 @@ def _lies_as(leaf: Any, other: Any) -> bool:
     """Return whether two arrays are of the same shape and dtype, and in the same places."""
     if leaf is None or other is None:
         return False
+    # Not `==`: JAX writes one sharding in several ways, such as with or without a last None.
     placed = leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
     return placed and describe(leaf) == describe(other)
 
@@ -338,6 +340,7 @@ def copied(opt: Tree) -> Tree:
 def place_copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """A copy of `leaf` on the mesh; no buffer of the caller's is shared, so donating it is safe."""
     if _spread(leaf):
+        # No process has all of the array, so the devices copy it.
         return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
     host = np.asarray(leaf)
     host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)

@@ -149,6 +149,7 @@ def step_and_gradients(
     # A Python False: where an optimizer never skips, the program has no selects.
     if skipped is not False:
         before = (state.exchange, state.stats)
+        # Chosen by `where`, never by a branch, which only some devices might take.
         unless_skipped = functools.partial(jnp.where, skipped)
         comm_state, stats = jax.tree.map(unless_skipped, before, (comm_state, stats))
     metrics = jnp.concatenate([all_metrics(reduced, events), pack_measured(opt)], axis=1)

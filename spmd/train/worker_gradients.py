@@ -305,6 +305,8 @@ class WorkerGradients:
         """Gradients with respect to the full parameters, and metric sums; what follows."""
         full = self._gather(params), gather_params(self.sync, self._cast(frozen))
         loss = functools.partial(loss, frozen=full[1], rows=rows, key=key)
+        # `jax.vjp` returns what it keeps for the backward pass as the leaves of a tree, among which
+        # gathered parameters are found; `jax.grad` shows none of it.
         value, backward, (sums, stats) = jax.vjp(loss, full[0], carried.layers, has_aux=True)
         if self.gathers and not self.sync.reduction.keeps_params:
             # Gathered parameters are not kept from the forward to the backward pass. They are
