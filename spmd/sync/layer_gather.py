@@ -284,6 +284,8 @@ def choose_layerwise(
         for number, path in enumerate(params)
         if (path in stacks or path in owners) and sync.is_sharded(path)
     }
+    # A stack names the parameters of its layers in the trace (`jax.ad_checkpoint.checkpoint_name`);
+    # any other use of them needs full arrays.
     used_by = dict(zip(numbers, uses(jaxpr, list(numbers.values()), LAYER_PARAMS), strict=True))
     if not used_by or _too_small(sync, used_by, left):
         return sync, _not_used(sync)

@@ -136,6 +136,7 @@ def server_bytes(sync: GradientSync) -> tuple[int, int]:
         width = transfer.shape[1]
         size = width * np.dtype(dtype).itemsize
         if isinstance(transfer.codec, RowCodec):
+            # Of one row: all servers have rows of the same width, and a codec encodes each alone.
             rows = jax.ShapeDtypeStruct((1, width), np.float32)
             payload = jax.eval_shape(transfer.codec.encode, rows)
             sent += sum(map(nbytes, jax.tree.leaves(payload)))
