@@ -200,6 +200,8 @@ def _ops(
             parts = [
                 list(_ops(inner, sizes, runs, branch, here)) for inner in inner_jaxprs(equation)
             ]
+            # Which branch of a conditional a step takes is data: the one that sends the most
+            # counts.
             for part in counted_parts(equation, parts, _sent):
                 yield from part
 

@@ -162,6 +162,7 @@ def _keep_rows(path: str, old: Any, fresh: jax.Array) -> Any:
     """An array [workers, ...] of each worker's own."""
     if jnp.shape(old)[1:] != fresh.shape[1:] or jnp.result_type(old) != fresh.dtype:
         raise _other_array(path, old, fresh)
+    # On the host, as the devices of the old mesh need not be those of the new one.
     rows = _on_host(path, old)
     if jnp.issubdtype(fresh.dtype, jnp.inexact):
         return resplit_rows(jnp.asarray(rows), fresh.shape[0])

@@ -213,6 +213,8 @@ def moment_specs(
             )
         return PartitionSpec()
 
+    # optax knows which arrays of a state belong to parameters. By shapes, the count of steps could
+    # be taken for the moment of a scalar.
     tree = optax.tree_utils.tree_map_params(
         inner,
         moment_spec,
