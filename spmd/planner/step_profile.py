@@ -447,6 +447,8 @@ def _executable(
     """
     rows_per_worker = rows // placed.resolved.workers
     candidates = []
+    # Only XLA's client lists the programs of a process; `jax.jit` does not show those that it has
+    # made.
     for executable in placed.mesh.local_devices[0].client.live_executables():  # the newest first
         # one module is the program of all devices
         for compiled in executable.hlo_modules()[:1]:
