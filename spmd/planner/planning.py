@@ -228,6 +228,8 @@ class Plan(PlanData):
         return to_json(self, **more)
 
 
+# Under `jax.set_mesh` with explicit axes, traced arrays would carry shardings that the layout
+# decides.
 @outside_of_mesh()
 def plan(
     model: Any,

@@ -423,6 +423,7 @@ class _Schedule(Partitioned):
         times = 1
         if instr.op == "while":
             inner = self.simulate(instr.called_as("body"))
+            # A loop whose length XLA does not know counts once; a note of the plan names it.
             times = self.module.trip_count(name, instr) or 1
         else:
             inner = self._branch(instr)

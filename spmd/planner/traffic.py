@@ -261,6 +261,7 @@ class Partitioned:
                 if transfer.group > 1:
                     yield transfer
             elif instr.op == "while":
+                # A loop whose length XLA does not know counts once; a note of the plan names it.
                 trips = self.module.trip_count(name, instr) or 1
                 yield from self.transfers(instr.called_as("body"), times * trips)
             elif instr.op == "conditional":
