@@ -357,7 +357,7 @@ class _Memo:
 
     def __call__(self, inputs: Any) -> Any:
         for earlier, outputs in self.calls:
-            # By identity: comparing tracers is an operation of the traced program.
+            # By identity: under a trace, `==` of arrays is an operation and has no value yet.
             if earlier is inputs:
                 return outputs
         outputs = self._model(inputs)
