@@ -318,7 +318,7 @@ NAMING = (
     "name_errors(",
     "wrap_os_errors(",
     "replace_file(",
-    "replace_whole(",
+    "replace_atomically(",
     "suppress(OSError",
     "except OSError",
     "except (OSError",

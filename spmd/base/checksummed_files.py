@@ -8,7 +8,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from spmd.base.output_files import replace_whole
+from spmd.base.output_files import replace_atomically
 
 _CHECKSUM = re.compile(rb'\n\{"sha256": "([0-9a-f]{64})"\}\n\Z')
 # Bytes of the last line, with the line break before it.
@@ -29,7 +29,7 @@ def write_checked(path: Path, content: bytes, *, durable: bool = True) -> None:
       durable: False: do not wait for the disk. If the machine then loses its power, the file may be
         damaged, which `read_checked` notices.
     """
-    with replace_whole(path, durable=durable) as part, part.open("wb") as file:
+    with replace_atomically(path, durable=durable) as part, part.open("wb") as file:
         file.write(content)
         file.write(b'\n{"sha256": "%s"}\n' % hashlib.sha256(content).hexdigest().encode())
 

@@ -82,7 +82,7 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replace_whole(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def replace_atomically(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """A new file beside `path` for the block to fill, which then takes its place: concurrent
     readers, and the next start after a kill, find the old contents or all of the new.
 
@@ -98,7 +98,7 @@ def replace_whole(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.txt"
-    >>> with replace_whole(path) as part:
+    >>> with replace_atomically(path) as part:
     ...     _ = part.write_text("new")
     >>> path.read_text()
     'new'

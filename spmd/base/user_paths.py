@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.base.output_files import replace_whole, sync
+from spmd.base.output_files import replace_atomically, sync
 from spmd.errors import CheckpointError, OptionError, SpmdError, option, short_repr, type_name
 
 # Pathlib leaves one of two slashes.
@@ -162,8 +162,8 @@ class _Undone(Exception):
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """A new file for the block to fill, as `replace_whole`, in the place of a path that the user
-    gave: a link stays a link, and permissions are kept. A pipe or a device is written itself.
+    """A new file for the block to fill, as `replace_atomically`, in the place of a path that the
+    user gave: a link stays a link, and permissions are kept. A pipe or a device is written itself.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.txt"
@@ -188,7 +188,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         why = errno.EACCES
     if why:
         raise OSError(why, os.strerror(why), str(target))
-    with replace_whole(target) as part:
+    with replace_atomically(target) as part:
         part.touch()
         if exists:
             shutil.copymode(target, part)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spmd.base.output_files import replace_whole
+from spmd.base.output_files import replace_atomically
 from spmd.errors import OptionError
 
 FAILED = 1
@@ -62,7 +62,7 @@ def report_to_launcher(name: str, record: dict[str, Any], *, overwrite: bool = T
     path = Path(folder, f"{name}.json")
     if path.parent.is_dir() and (overwrite or not path.exists()):
         # The failure itself matters more than its record.
-        with contextlib.suppress(OSError), replace_whole(path, durable=False) as part:
+        with contextlib.suppress(OSError), replace_atomically(path, durable=False) as part:
             part.write_text(json.dumps({"at": time.time(), **record}), encoding="utf-8")
 
 

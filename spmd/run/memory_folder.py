@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from spmd.base.output_files import name_errors, replace_whole
+from spmd.base.output_files import name_errors, replace_atomically
 from spmd.base.tree import format_bytes
 from spmd.base.user_paths import as_path
 from spmd.errors import OptionError
@@ -80,7 +80,7 @@ def run_id(run_folder: Path, *, keep: bool) -> str:
     if earlier:
         return earlier
     new = secrets.token_hex(8)
-    with replace_whole(path, durable=False) as part:
+    with replace_atomically(path, durable=False) as part:
         part.write_text(new, encoding="ascii")
     return new
 
