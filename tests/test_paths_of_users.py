@@ -33,7 +33,7 @@ from spmd.run.memory_folder import memory_base
 from spmd.run.pictures import write_picture
 from spmd.run.step_profiler import Profile
 from spmd.sweeps.results import Sweep
-from spmd.wire.server.times import read_trace
+from spmd.wire.server.timing import read_trace
 
 ROOT = Path(spmd.__file__).parent
 DATA = {"x": np.ones((8, 2), np.float32), "y": np.ones((8, 1), np.float32)}

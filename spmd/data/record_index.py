@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.base import checksummed_files
+from spmd.base import output_files
 from spmd.base.output_files import name_errors
 from spmd.base.user_paths import as_path, make_folder
 from spmd.data import data_hash
@@ -285,12 +285,12 @@ def cached_scan(
     digest = hashlib.sha256(repr(facts[:2]).encode()).hexdigest()
     index = folder / f"{digest[:32]}.index"
     try:
-        stored = checksummed_files.read_checked(index)
+        stored = output_files.read_checked(index)
         head, _, numbers = (stored or b"\n").partition(b"\n")
         if stored is not None and json.loads(head) == facts:
             starts, ends = np.frombuffer(numbers, "<i8").reshape(2, -1)
             return starts, ends
-    except checksummed_files.DamagedFileError as why:
+    except output_files.DamagedFileError as why:
         log.warning("the index of %s is damaged and is built again: %s (%s).", path, why, index)
     starts, ends = scan(path)
     if may_store is not None and not may_store(path, starts, ends):
@@ -299,7 +299,7 @@ def cached_scan(
     edges = np.stack([starts, ends]).astype("<i8").tobytes()
     content = json.dumps(facts).encode() + b"\n" + edges
     try:
-        checksummed_files.write_checked(index, content)
+        output_files.write_checked(index, content)
     except OSError as error:
         log.warning(
             "the index of %s cannot be kept, so the next run looks for its records again: %s.",

@@ -25,10 +25,10 @@ from spmd.models.base import (
     remat_policies,
     trace_abstractly,
 )
+from spmd.models.blocks import call_block, modules_by_path, path_of_keys
 from spmd.models.frozen import is_quantized, quantized_product
 from spmd.models.intercept import Around, change_outputs, intercept
 from spmd.models.lora import NAMES, adapter_paths, add_adapters
-from spmd.models.nnx_blocks import call_block, modules_by_path, path_of_keys
 from spmd.models.quantized import dequantize
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from spmd.base.path_match import matches, suggest
 from spmd.errors import LayoutError, Problem, join_names, raise_problems
 from spmd.models.base import STACKED
+from spmd.models.blocks import modules_by_path
 from spmd.models.intercept import intercept, interceptions, original_class
-from spmd.models.nnx_blocks import modules_by_path
 
 if TYPE_CHECKING:
     from spmd.layout.trained import Adapter

@@ -22,7 +22,7 @@ from spmd.jaxpr.primitives import Kind, known, of_kind
 from spmd.jaxpr.programs import equations, inner_jaxprs
 from spmd.layout.fixes import first_names
 from spmd.models.base import LAYER_PARAMS, PATH, RECOMPUTED, STACKED
-from spmd.models.nnx_blocks import modules_by_path, path_of_keys
+from spmd.models.blocks import modules_by_path, path_of_keys
 from spmd.nn.gathered_scan import Stack, scan_gathered
 from spmd.nn.parallel_context import ParallelConfig, named_layers
 

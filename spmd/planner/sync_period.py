@@ -8,7 +8,7 @@ from spmd.planner.hlo import Module
 from spmd.planner.timeline import Timeline, sync_turn
 from spmd.planner.traffic import Traffic
 from spmd.wire.server.declaration import ParameterServer
-from spmd.wire.server.sync_schedule import due_fragments
+from spmd.wire.server.schedule import due_fragments
 
 StepTimes = Callable[..., Timeline]  # called with due=, as `timeline_of`
 

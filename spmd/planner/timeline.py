@@ -8,7 +8,7 @@ its start and its end in XLA's schedule hides it. Collectives run one at a time.
 equal. Copies between device and host take the time of their bytes on the host's link, one at a
 time, and are hidden likewise.
 
-Which fragments a step sends and receives is data (`spmd.wire.server.sync_schedule`): a compiled
+Which fragments a step sends and receives is data (`spmd.wire.server.schedule`): a compiled
 program has a branch for each, and so the times of all steps.
 """
 

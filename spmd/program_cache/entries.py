@@ -15,8 +15,8 @@ from pathlib import Path
 
 from etils import epath
 
-from spmd.base import checksummed_files
-from spmd.base.checksummed_files import DamagedFileError
+from spmd.base import output_files
+from spmd.base.output_files import DamagedFileError
 from spmd.base.user_paths import explain_os_error
 
 SCHEME = "spmd-programs://"
@@ -95,7 +95,7 @@ def log_once(folder: Path, kind: str, text: str) -> None:
 
 def _read_entry(path: Path) -> bytes | None:
     try:
-        content = checksummed_files.read_checked(path)
+        content = output_files.read_checked(path)
         if content is not None:
             _present.add(path.parent)
             with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ def _write_entry(path: Path, content: bytes) -> None:
         make_private(path.parent)
         _make_room(path.parent, len(content))
         # Not durable: dozens of programs would each wait for the disk.
-        checksummed_files.write_checked(path, content, durable=False)
+        output_files.write_checked(path, content, durable=False)
     except OSError as error:
         why = f"compiled programs cannot be kept in {path.parent}: {explain_os_error(path, error)}."
         log_once(

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd.base import checksummed_files
-from spmd.base.checksummed_files import DamagedFileError
+from spmd.base import output_files
+from spmd.base.output_files import DamagedFileError
 from spmd.errors import first_line, printable
 from spmd.program_cache.activate import active_folder
 from spmd.program_cache.counts import compilations
@@ -109,7 +109,7 @@ def _script() -> str:
 def _read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a program, the newest first."""
     with contextlib.suppress(OSError, DamagedFileError, ValueError, TypeError, AttributeError):
-        records = json.loads(checksummed_files.read_checked(path) or b"[]")
+        records = json.loads(output_files.read_checked(path) or b"[]")
         return [record for record in records if record.keys() == KINDS]
     return []
 
@@ -122,7 +122,7 @@ def _add(path: Path, new: Mapping[str, Mapping[str, str]]) -> None:
     # The entry could not be written either, which is logged.
     with contextlib.suppress(OSError):
         make_private(path.parent)
-        checksummed_files.write_checked(path, content, durable=False)
+        output_files.write_checked(path, content, durable=False)
 
 
 def _reason(records: list[dict[str, Any]], new: Mapping[str, Mapping[str, str]]) -> str:

@@ -21,7 +21,7 @@ from spmd.train.histograms import check_countable
 from spmd.train.program_facts import array_facts, leaves_by_name, text_facts
 from spmd.train.weight_average import average_of
 from spmd.wire.server.declaration import ParameterServer
-from spmd.wire.server.sync_schedule import unsynced_steps
+from spmd.wire.server.schedule import unsynced_steps
 
 
 def check_metrics(

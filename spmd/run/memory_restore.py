@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from spmd.base.checksummed_files import DamagedFileError
+from spmd.base.output_files import DamagedFileError
 from spmd.base.tree import map_paths
 from spmd.distributed.consistency import gather_texts
 from spmd.distributed.peer_transfer import TransferError

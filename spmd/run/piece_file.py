@@ -20,8 +20,7 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.base.checksummed_files import DamagedFileError
-from spmd.base.output_files import open_output
+from spmd.base.output_files import DamagedFileError, open_output
 from spmd.run.checkpoint_meta import ARRAY_PATTERN
 from spmd.run.reshard_checkpoint import parse_dtype, parse_shape
 

@@ -17,7 +17,7 @@ from spmd.errors import CheckpointError
 from spmd.run.reshard_checkpoint import abstract_from_text, parse_dtype, parse_shape
 from spmd.wire.resplit_state import resplit_rows
 from spmd.wire.server.declaration import ParameterServer
-from spmd.wire.server.sync_schedule import has_pending_sync
+from spmd.wire.server.schedule import has_pending_sync
 from spmd.wire.transfer import CODEC, GATHERED, HELD, OUTER, OWN, READ, RESIDUAL, SQUARES, SUM
 
 STATE = "state"

@@ -12,7 +12,7 @@ import optax
 
 from spmd.run.reshard_checkpoint import OPT
 from spmd.train.loss_scale import LossScale
-from spmd.train.spike_skip import SpikeSkip
+from spmd.train.skipped_updates import SpikeSkip
 from spmd.train.weight_average import WeightAverage
 
 # the state of each, and the field with that of the optimizer inside

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from spmd.base import checksummed_files
+from spmd.base import output_files
 
 ID_FILE = "run_id.json"  # in the run's folder
 GIT_SECONDS = 5.0  # how long a command of git may take
@@ -80,7 +80,7 @@ def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
     if not resumes and records.exists():
         begins = records.stat().st_size
     try:
-        content = checksummed_files.read_checked(folder / ID_FILE) if resumes else None
+        content = output_files.read_checked(folder / ID_FILE) if resumes else None
         if content is not None:
             saved = json.loads(content)
             # A folder that was moved is the same run: there is none in its former place.
@@ -92,8 +92,8 @@ def run_id(folder: Path | None, *, resumes: bool) -> tuple[str, int]:
             logging.getLogger("spmd").warning(text, folder, saved["folder"])
             begins = saved["metrics_begin"]
         facts = {"id": new, "metrics_begin": begins, "folder": here}
-        checksummed_files.write_checked(folder / ID_FILE, json.dumps(facts).encode())
-    except (OSError, checksummed_files.DamagedFileError) as error:
+        output_files.write_checked(folder / ID_FILE, json.dumps(facts).encode())
+    except (OSError, output_files.DamagedFileError) as error:
         logging.getLogger("spmd").warning(
             "%s: %s. Trackers show this attempt as another run.", folder / ID_FILE, error
         )

@@ -15,10 +15,10 @@ from spmd.run.checkpoint_reader import CheckpointReader, arrays_by_path
 from spmd.run.reshard_checkpoint import packing_meta
 from spmd.run.rewrap_optimizer import Rewrapping
 from spmd.run.script_numbers import ScriptNumbers
+from spmd.train.adapt_optimizer import options_of
 from spmd.train.compiled_step import TrainingProgram
 from spmd.train.model_setup import PlacedModel
 from spmd.train.state import State
-from spmd.train.wrapped_optimizer import options_of
 
 SIZES = {"batch_size", "batches"}  # facts of data that say nothing about the order of its examples
 

@@ -18,7 +18,7 @@ from spmd.base.tree import Tree, describe, flatten, map_paths, path_of
 from spmd.layout.resolve import Resolved
 from spmd.run.reshard_checkpoint import OPT
 from spmd.train.optimizer_metrics import INJECTED
-from spmd.train.spike_skip import SpikeSkip
+from spmd.train.skipped_updates import SpikeSkip
 from spmd.train.state import State, owner_of, place_copy
 
 MOST = 64  # elements of an array that counts as numbers, unless it is injected

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from spmd.base import checksummed_files
+from spmd.base import output_files
 from spmd.base.user_paths import make_folder, wrap_os_errors
 from spmd.distributed.consistency import first_nonempty, raise_everywhere
 from spmd.errors import CheckpointError, Problem, raise_problems
@@ -112,7 +112,7 @@ class SweepStore:
                     raise CheckpointError(
                         f"{folder} is not empty, and holds no sweep.", fix="another folder."
                     )
-                checksummed_files.write_checked(file, _json(dict(about)))
+                output_files.write_checked(file, _json(dict(about)))
                 return
         if not resume:
             raise CheckpointError(
@@ -120,8 +120,8 @@ class SweepStore:
                 fix="resume=True to resume it, or another folder.",
             )
         try:
-            before = json.loads(checksummed_files.read_checked(file) or b"{}")
-        except checksummed_files.DamagedFileError as why:
+            before = json.loads(output_files.read_checked(file) or b"{}")
+        except output_files.DamagedFileError as why:
             raise CheckpointError(
                 f"{file} is damaged, so what the sweep was is not known: {why}.",
                 fix="another folder.",
@@ -181,8 +181,8 @@ class SweepStore:
         if place is not None and is_writer():
             self._check_owner()
             # In this order: a chunk is finished if DONE is there.
-            checksummed_files.write_checked(place / "end.npy", _npy(history))
-            checksummed_files.write_checked(place / DONE, _json(evaluations))
+            output_files.write_checked(place / "end.npy", _npy(history))
+            output_files.write_checked(place / DONE, _json(evaluations))
 
     def resumed(self, rung: int, chunk: int, run: Chunk) -> bool:
         """Bring a chunk to the step at which it was saved last, if it was; returns whether it
@@ -230,7 +230,7 @@ class SweepStore:
         complete = place / f"history-{store.latest()}.npy"
         if is_writer():
             # Before the states, which are of no use without their measurements.
-            checksummed_files.write_checked(newest, _npy(run.history))
+            output_files.write_checked(newest, _npy(run.history))
         store.save(run.states, run.step, {}, {})
         if not is_writer():
             return
@@ -246,7 +246,7 @@ class SweepStore:
             places = sorted((self._folder / "chunks").glob("*[0-9]-[0-9]*"))
             numbers = [list(map(int, place.name.split("-"))) for place in places]
             # First: it says that the states are missing on purpose.
-            checksummed_files.write_checked(self._folder / END, _json(numbers))
+            output_files.write_checked(self._folder / END, _json(numbers))
             for place in places:
                 shutil.rmtree(place / "checkpoints", ignore_errors=True)
 
@@ -263,8 +263,8 @@ class SweepStore:
         """
         content = None
         try:
-            content = checksummed_files.read_checked(file)
-        except checksummed_files.DamagedFileError as why:
+            content = output_files.read_checked(file)
+        except output_files.DamagedFileError as why:
             logging.getLogger("spmd").warning(
                 "%s is damaged, and its chunk is trained again: %s.", file, why
             )

@@ -24,9 +24,8 @@ from spmd.nn.schedule import Schedule
 from spmd.train.accumulate import choose_gathering
 from spmd.train.batch_rows.loss import read_training_loss
 from spmd.train.batch_rows.reading import BY_COMPILER, FullBatchError
-from spmd.train.compiled_functions import CompiledFunctions, FunctionKey
+from spmd.train.compiled_functions import CompiledFunctions, FunctionKey, export_step
 from spmd.train.evaluation import EvaluationProgram
-from spmd.train.export_step import export_step
 from spmd.train.histograms import count_tree
 from spmd.train.loss_trace import trace_loss
 from spmd.train.losses import check_masks, check_targets

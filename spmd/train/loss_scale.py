@@ -9,14 +9,14 @@ import optax
 
 from spmd.base.tree import Tree
 from spmd.errors import OptionError, check_integer, short_repr
-from spmd.train.state import check_optimizer
-from spmd.train.wrapped_optimizer import (
+from spmd.train.adapt_optimizer import (
     MOST_COUNTED,
     init_alone,
     options_of,
     where_applied,
     wrap_optimizer,
 )
+from spmd.train.state import check_optimizer
 
 SMALLEST, LARGEST = 2.0**-24, 2.0**40  # of the scale
 MOST = float(jnp.finfo(jnp.float16).max)

@@ -16,11 +16,10 @@ from spmd.base.tree import Tree, children, flatten, nodes
 from spmd.errors import OptimizerError, OptionError, check_integer, join_names, short_repr
 from spmd.layout.resolve import Resolved
 from spmd.sync.gradient_sync import GradientSync
-from spmd.train.adapt_optimizer import SlowWeights
+from spmd.train.adapt_optimizer import SlowWeights, wrap_optimizer
 from spmd.train.loss_scale import LossScale
-from spmd.train.spike_skip import SpikeSkip
+from spmd.train.skipped_updates import SpikeSkip
 from spmd.train.state import check_optimizer
-from spmd.train.wrapped_optimizer import wrap_optimizer
 
 # States of optimizers that may be around an average: they make no update at all in some steps, or
 # pass updates as they are.

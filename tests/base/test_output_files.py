@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import spmd
-from spmd.base import checksummed_files
+from spmd.base import output_files
 from spmd.base.output_files import OutputFile, open_output
 from spmd.base.user_paths import replace_text
 from spmd.errors import CheckpointError, ExportError, OptionError
@@ -50,7 +50,7 @@ def write_listed_files(path):
 WRITERS = {
     "a.bin": write_buffered,
     "b.bin": write_size,
-    "c.json": lambda path: checksummed_files.write_checked(path, CONTENT),
+    "c.json": lambda path: output_files.write_checked(path, CONTENT),
     "d.html": lambda path: replace_text(path, CONTENT.decode()),
     "e.safetensors": lambda path: write_file(path, {"w": np.ones(5000, np.float32)}),
     "f.piece": write_piece,

@@ -14,8 +14,7 @@ from spmd.layout.gradients import GradientRule, Gradients
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.toml_reader import loads
 from spmd.wire.server.declaration import FRACTIONS, OF_MODE, ParameterServer
-from spmd.wire.server.times import Times
-from spmd.wire.server.timing import Network
+from spmd.wire.server.timing import Network, Times
 from tests.layout.applied import X, Y, error_text, fits, unreadable
 
 KEYS = [field.name for field in dataclasses.fields(ParameterServer)]

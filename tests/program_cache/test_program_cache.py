@@ -18,7 +18,7 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import spmd
-from spmd.base import checksummed_files
+from spmd.base import output_files
 from spmd.distributed import shared_cache
 from spmd.errors import OptionError
 from spmd.nn import LayerStack
@@ -128,7 +128,7 @@ def test_full_disk_is_logged_once(jax_cache, tmp_path, caplog, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     use_folder(tmp_path / "programs")
-    monkeypatch.setattr(checksummed_files, "write_checked", full)
+    monkeypatch.setattr(output_files, "write_checked", full)
     assert add(2.5).compiled == add(2.5).compiled == 1
     assert [record.getMessage() for record in caplog.records] == [
         f"compiled programs cannot be kept in {active_folder()}: No space left on device. "
@@ -450,7 +450,7 @@ def test_unreadable_records_are_ignored(jax_cache, tmp_path, caplog, content):
     use_folder(tmp_path / "programs")
     observe({"a": "1"}, {}, 16.5)
     (path,) = active_folder().glob("*.json")
-    checksummed_files.write_checked(path, content) if content else path.write_bytes(content)
+    output_files.write_checked(path, content) if content else path.write_bytes(content)
     observe({"a": "2"}, {}, 17.5)
     assert said(caplog) == [] and [record["facts"] for record in records._read_records(path)] == [
         {"a": "2"}

@@ -10,7 +10,7 @@ import os
 import numpy as np
 import pytest
 
-from spmd.base.checksummed_files import DamagedFileError
+from spmd.base.output_files import DamagedFileError
 from spmd.run import piece_file
 from spmd.run.piece_file import (
     MAGIC,

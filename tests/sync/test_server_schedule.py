@@ -12,8 +12,7 @@ import pytest
 from spmd.errors import OptionError
 from spmd.wire.server.declaration import MODES, ParameterServer
 from spmd.wire.server.events import MAX_KEPT_ROUNDS, Events, rounds
-from spmd.wire.server.times import Times
-from spmd.wire.server.timing import Network, parse_staleness_scale
+from spmd.wire.server.timing import Network, Times, parse_staleness_scale
 from tests.compare import assert_close
 
 TIMES = ("constant", "exponential(1)", "lognormal(1.0, 0.3)")

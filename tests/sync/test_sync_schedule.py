@@ -7,8 +7,7 @@ import pytest
 
 from spmd.wire.server.declaration import ParameterServer
 from spmd.wire.server.events import Events, rounds
-from spmd.wire.server.times import Times
-from spmd.wire.server.timing import Network
+from spmd.wire.server.timing import Network, Times
 
 SENT = (1e6, 2e6)  # bytes; at 80Mb/s 0.1 and 0.2 seconds
 LINK = {"bandwidth": "80Mb/s", "latency": "50ms"}

@@ -9,10 +9,8 @@ import numpy as np
 
 from spmd.errors import OptionError, check_integer, short_repr, type_name
 from spmd.wire.server.declaration import ParameterServer
-from spmd.wire.server.schedule import Asynchronous, Round, synchronous
-from spmd.wire.server.sync_schedule import sync_steps
-from spmd.wire.server.times import Times
-from spmd.wire.server.timing import Network
+from spmd.wire.server.schedule import Asynchronous, Round, sync_steps, synchronous
+from spmd.wire.server.timing import Network, Times
 
 MAX_KEPT_ROUNDS = 4096  # an earlier round is simulated again from the start
 MAX_WORKERS = 2**14  # in asynchronous modes

@@ -2,7 +2,7 @@
 and EASGD.
 
 They send a difference of parameters, with the codecs that gradients use. When they synchronize, and
-which parameters, is data (`sync_schedule.py`).
+which parameters, is data (`schedule.py`).
 
 Per worker, inside the manual region. The D positions along the data axes are servers and hold m
 simulated workers each. A parameter is packed as [D, width]; *rows* are those of this server, by

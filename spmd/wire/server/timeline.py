@@ -10,7 +10,7 @@ import numpy as np
 from spmd.errors import OptionError
 from spmd.wire.server.events import Events
 from spmd.wire.server.schedule import Round
-from spmd.wire.server.times import Times
+from spmd.wire.server.timing import Times
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
