@@ -88,7 +88,8 @@ def _encoding_problems(codec: RowCodec, measured: dict[str, float]) -> Iterator[
             yield f"decode gives {shown} for rows float32{list(rows.shape)}."
             return
         lost = np.linalg.norm(rows[:5] - decoded[:5], axis=1) / np.linalg.norm(rows[:5], axis=1)
-        worst = max(worst, float(lost.max()))
+        # np.maximum keeps a NaN, and max does not.
+        worst = float(np.maximum(worst, lost.max()))
         if np.any(decoded[5]):
             largest = np.abs(decoded[5]).max()
             yield f"a row of zeros is decoded as up to {largest:.3g} (width {width})."
@@ -99,7 +100,7 @@ def _encoding_problems(codec: RowCodec, measured: dict[str, float]) -> Iterator[
                 "payload have one entry per row."
             )
     measured["error"] = worst
-    # Not `>`: every comparison with a NaN is False. Norms are float32, which rounds.
+    # Not `>`, which is False for a NaN. The norms are float32, which rounds.
     if not worst <= codec.error * (1 + 1e-6) + 1e-7:
         yield (
             f"one encoding loses {worst:.4g} of a row's norm; `error` states at most "
@@ -161,7 +162,7 @@ def _mean_problems(codec: Codec, measured: dict[str, float]) -> Iterator[str]:
         if not np.isfinite(of_workers).all():
             yield f"finite gradients {list(shape)} have a mean that is not finite."
             continue
-        # Each worker adds its own copy of the mean to its own copy of the parameters, so copies
+        # Each worker updates its own copy of the parameters by its own copy of the mean, so copies
         # whose bits differ once stay different.
         if not (of_workers == mean).all():
             spread = np.abs(of_workers - mean).max()

@@ -46,6 +46,14 @@ class Lying(Halved):
         return 2.0**-20
 
 
+@dataclasses.dataclass(frozen=True)
+class NotANumber(Halved):
+    """Decodes NaN of all but zeros."""
+
+    def decode(self, payload, width):
+        return jnp.where(payload == 0, 0.0, jnp.nan).astype(jnp.float32)
+
+
 def ring(axes):
     """A ring all-reduce by hand: each worker's part of the sum goes around once, and then the
     complete parts do.
@@ -182,6 +190,11 @@ def test_check_measures_a_codec_and_finds_a_bound_that_is_not_kept():
         assert wire.check(codec)["mean_error"] >= 0
     with pytest.raises(CodecError, match="`error` states at most"):
         wire.check(Lying())
+
+
+def test_check_finds_a_codec_that_decodes_nan():
+    with pytest.raises(CodecError, match="loses nan of a row's norm"):
+        wire.check(NotANumber())
 
 
 @dataclasses.dataclass(frozen=True)
