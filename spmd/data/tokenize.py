@@ -339,6 +339,10 @@ class Encoder:
     def hash(self) -> str:
         """A hash of everything that the tokens of a document depend on."""
         facts = f"{self.tokenizer.hash} {self.style!r} {self.answers} {self.eos}"
+        form = self.style.form if isinstance(self.style, Conversation) else None
+        if isinstance(form, ChatTemplate) and "tojson" in form.source:
+            # Earlier versions wrote other texts for such a template, with "<" as \u003c.
+            facts += " plain json"
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
     def encode(self, documents: list[dict[str, Any] | ValueError]) -> list[Tokens | ValueError]:
@@ -396,7 +400,7 @@ class Encoder:
                 # a token that also holds the end of the prompt is of the answer, whose beginning
                 # would else not count
                 counts |= (begins < end) & (ends > begin)
-        # A post-processor of the tokenizer may have added it already.
+        # A post-processor of the tokenizer may have added the end token already.
         if self._eos is not None and (not len(ids) or ids[-1] != self._eos):
             ids_with_end = np.append(ids, np.int32(self._eos))
             return Tokens(ids_with_end, np.append(counts, True))

@@ -4,17 +4,20 @@ used.
 
 import collections
 import gc
+import hashlib
 import json
 import logging
 import pickle
+import re
 import shlex
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import texts
 
 import spmd
-from spmd.data import template_client, text_records
+from spmd.data import template_client, text_records, tokenize
 from spmd.data.chat import ChatTemplate, formats
 from spmd.data.packing import OPEN, pack_documents, unpack
 from spmd.data.sources import RecordSource
@@ -598,6 +601,17 @@ def test_chat_template_writes_json_as_python_does(options):
     arguments = ", ".join(f"{name}={value}" for name, value in options.items())
     template = ChatTemplate(f"{{{{ messages[0] | tojson({arguments}) }}}}", {}, False)
     assert template.prompt([call]) == json.dumps(call, **{"ensure_ascii": False} | options)
+
+
+@pytest.mark.parametrize("filters, is_new", [("", False), (" | tojson", True)])
+def test_index_of_texts_that_were_written_for_html_is_not_used(filters, is_new):
+    """Tokens of other templates are those of earlier versions, whose hash this was."""
+    template = ChatTemplate(f"{{{{ messages[0].content{filters} }}}}", {}, False)
+    style = tokenize.Conversation(("messages",), template, re.compile("(?!)"))
+    tokenizer = SimpleNamespace(hash="abc")
+    encoder = tokenize.Encoder(style, tokenizer, answers=False, eos=None)
+    earlier = hashlib.sha256(f"abc {style!r} False None".encode()).hexdigest()[:16]
+    assert (encoder.hash != earlier) == is_new
 
 
 def test_process_of_a_chat_template_ends_with_it():
