@@ -370,7 +370,8 @@ def fit(
     check_processes_agree(program, config.shared_facts(meta))
     room = None
     with visible.doing("compiling"):
-        # Before the state is made: XLA's own error would come in the middle of it, and name no fix.
+        # Before the state is made: otherwise XLA would run out of memory while it makes the state,
+        # or in the first step, with an error that names no fix.
         if check_memory and not isinstance(data, Resident):
             room = check_step_memory(program)
     # until the loop takes over, any failure releases the folder

@@ -17,7 +17,7 @@ def warn(old: str, new: str) -> None:
     """
     warnings.warn(
         f"spmd: {old} is now {new}; the old name will be removed in the next release.",
-        # Python shows this one by default, and a DeprecationWarning of libraries not.
+        # By default Python hides a DeprecationWarning outside of __main__.
         FutureWarning,
         stacklevel=3,
     )

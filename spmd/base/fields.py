@@ -119,5 +119,5 @@ def changed_values(table: Any) -> dict[str, Any]:
 
 def as_toml(value: Any) -> str:
     """Return a value as a TOML file spells it."""
-    # JSON escapes a character above 16 bits as two surrogates, which TOML refuses.
+    # By default json escapes a character above U+FFFF as two surrogates, which TOML refuses.
     return json.dumps(value, default=str, ensure_ascii=False)

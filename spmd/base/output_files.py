@@ -17,6 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+_CHECKSUM = re.compile(rb'\n\{"sha256": "([0-9a-f]{64})"\}\n\Z')
+# Bytes of the last line, with the line break before it.
+_LENGTH = 80
+
 
 @contextlib.contextmanager
 def name_errors(path: Path) -> Iterator[None]:
@@ -167,11 +171,6 @@ def write_at(file: int, content: bytes, offset: int, path: Path) -> None:
             offset = offset + count
 
 
-_CHECKSUM = re.compile(rb'\n\{"sha256": "([0-9a-f]{64})"\}\n\Z')
-# Bytes of the last line, with the line break before it.
-_LENGTH = 80
-
-
 class DamagedFileError(Exception):
     """A file differs from what was written; the message says how."""
 
@@ -195,7 +194,7 @@ def read_checked(path: Path) -> bytes | None:
     """The content that `write_checked` wrote; None if there is no such file.
 
     Raises:
-      Damaged: it differs from what was written, or cannot be read.
+      DamagedFileError: it differs from what was written, or cannot be read.
 
     Example:
       >>> import tempfile
@@ -216,7 +215,7 @@ def read_checked(path: Path) -> bytes | None:
         content = path.read_bytes()
     except OSError as error:
         raise DamagedFileError(f"it cannot be read: {error}") from error
-    # In the last bytes only, since the content may be large.
+    # Searched in the last bytes only, since the content may be large.
     checksum = _CHECKSUM.search(content, max(0, len(content) - _LENGTH))
     if checksum is None:
         raise DamagedFileError(f"it has no checksum at the end of its {len(content)} bytes")

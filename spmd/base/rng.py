@@ -185,7 +185,7 @@ def _sum(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
     return a[0] + b[0] + (low < b[1]).astype(jnp.uint32), low
 
 
-# One for each pair of numbers: JAX compares kinds of keys by their functions, so a second one would
+# Cached: JAX compares kinds of keys by their functions, so a second one for the same numbers would
 # be another dtype.
 @functools.cache
 def _implementation(rows: int, workers: int) -> Any:

@@ -474,7 +474,7 @@ class Placer:
         return self._shardings[structure]
 
     def _place_weights(self, values: np.ndarray) -> jax.Array:
-        # The weights of a full batch are on the devices already.
+        # The weights of full batches are placed once, and kept.
         if values.all():
             return self.weights(len(values), len(values), True)
         # copied: on a CPU, JAX uses an aligned buffer of the host itself

@@ -256,7 +256,7 @@ def csv(
     offsets = RecordIndex(
         paths,
         lambda path: _scan(path, separator, header=names is None),
-        # The number is the grammar's: an index that an older one built does not count.
+        # 3 is the version of the grammar: an index that an older version built is not used.
         f"csv 3 {names is None} {separator}",
         index,
     )
@@ -348,9 +348,9 @@ def _inferred(
         block = names[first : first + BLOCK]
         places = [columns[name] for name in block]
         values, is_integer, sound = cells.decimals(places)
-        # Of booleans, a <= b is "a implies b".
         is_empty = cells.lengths(places) == 0
         plain = (sound | is_empty).all(axis=1)
+        # Of booleans, a <= b is "a implies b".
         small = (sound <= is_integer) & (values >= -(2**31)) & (values < 2**31)
         for at, name in enumerate(block):
             if plain[at] and sound[at].any() and small[at].all():

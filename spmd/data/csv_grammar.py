@@ -111,7 +111,7 @@ class Cells:
         begins = np.ascontiguousarray(self._begins[:, columns].T)
         stops = np.ascontiguousarray(self._stops[:, columns].T)
         if QUOTE in self._raw:
-            # Clipped: an empty field at the very end begins behind the last byte.
+            # Clipped: an empty field at the very end begins after the last byte.
             quoted = (stops - begins > 1) & (self._text.take(begins, mode="clip") == QUOTE)
             quoted &= self._text.take(stops - 1, mode="clip") == QUOTE
             begins, stops = begins + quoted, stops - quoted
@@ -237,7 +237,7 @@ def _not_blank(
 ) -> np.ndarray:
     """bool[n]: lines that hold something."""
     blanks = np.zeros(256, bool)
-    # A separator that is a blank or a tab is none here: it separates empty fields.
+    # A separator that is a space or a tab is not blank: it separates empty fields.
     blanks[list(b" \t\r\n".replace(separator.encode(), b""))] = True
     filled, left, at = np.ones(len(starts), bool), np.arange(len(starts)), starts
     while len(left):

@@ -63,7 +63,7 @@ def _of_array(leaf: np.ndarray) -> str:
     if most_rows < len(leaf):
         sample = np.linspace(0, len(leaf) - 1, max(most_rows, 2)).astype(np.int64)
         leaf = leaf[sample]
-    # As bytes: bfloat16 has no buffer that hashlib could read (ml_dtypes 0.6).
+    # As bytes: an array of bfloat16 has no memoryview (ml_dtypes 0.6).
     digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]
 

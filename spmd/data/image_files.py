@@ -47,7 +47,7 @@ class ImageFiles(FileFormat):
                     upright = exif_transpose(opened)
                     picture = _eight_bits(upright, opened.format, pillow)
                     picture = picture.convert(_MODES[self._channels])
-                    # Pillow has the width first. The picture is upright by now, as `size` is meant.
+                    # Pillow takes the width first. `size` is that of the upright picture.
                     picture = picture.resize(self._size[::-1], pillow.Resampling.BILINEAR)
                 numbers = np.asarray(picture, np.float32)
                 leaves["image"][at] = numbers.reshape(*self._size, self._channels) / 255

@@ -88,7 +88,7 @@ def pack_documents(
         row = _best_fit(size, length)
     # Stable: the pieces of a row stay in the order of the documents.
     order = np.argsort(row, kind="stable")
-    # numpy has no maximum of an empty array but `initial`.
+    # Without `initial`, the maximum of an empty array is an error.
     num_rows = int(row.max(initial=-1)) + 1
     first = np.searchsorted(row[order], np.arange(num_rows + 1))
     return Rows(document[order], start[order], size[order], first, length)

@@ -47,7 +47,7 @@ class ParquetFiles(FileFormat):
         self._first = np.cumsum([0, *(rows for _, _, rows in self._groups)])
         schema = files[0].schema_arrow
         for path, file in zip(paths, files, strict=True):
-            # Without metadata, in which pandas keeps the number of rows of each file.
+            # `equals` ignores the metadata, in which pandas keeps the number of rows of each file.
             if not file.schema_arrow.equals(schema):
                 columns_text = (
                     f"columns {_schema_text(file.schema_arrow)}; {paths[0]} has "
@@ -195,7 +195,8 @@ def _lists(column: Any, field: Field) -> tuple[np.ndarray, np.ndarray]:
 
 def _equal_lists(column: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return lists whose lengths may differ, as `_lists` does."""
-    # Offsets count in `values`, which is all of the column also where this array is a slice.
+    # Offsets are positions in `values`, which holds the entire column even where this array is a
+    # slice of it.
     offsets, numbers = np.asarray(column.offsets), column.values
     problems = np.where(np.diff(offsets) == length, 0, LENGTH)
     problems[np.asarray(column.is_null())] = MISSING

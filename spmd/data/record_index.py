@@ -210,7 +210,7 @@ class RecordIndex:
         for file, size, begin in runs:
             reads.append((open_files[self.paths[file]], size, begin))
         pieces: list[bytes] = []
-        # pread: threads share a descriptor, and it has no position that they would share.
+        # pread takes the position, so threads that share a descriptor do not share a position.
         try:
             for descriptor, size, begin in reads:
                 # after an error, the number of pieces says which file it was

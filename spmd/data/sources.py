@@ -334,7 +334,8 @@ class RecordSource:
             weights, index, position = None, None, None
             if rows == self.batch_size and not good.all():
                 weights = good.astype(np.float32)
-            # With an index, `Placer` takes these for the rows of all processes, not for local ones.
+            # With an index, `Placer` takes the leaves for the rows of all processes, not for local
+            # ones.
             if jax.process_count() > 1:
                 index = np.arange(rows)
             if skipped:

@@ -76,7 +76,7 @@ class Renderer:
         pipes: dict[str, Any] = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,
-            # Its errors are not read, and a full pipe would block it.
+            # The renderer's errors are not read, and a full pipe would block it.
             "stderr": subprocess.DEVNULL,
         }
         self._owner = os.getpid()
@@ -134,7 +134,8 @@ class Renderer:
                 pipe.close()  # type: ignore[union-attr]  # both were asked for
 
     def __del__(self):
-        # `__init__` may have raised before it, such as for an old jinja2.
+        # `__init__` may have raised before it set `_process`, for example because jinja2 is too
+        # old.
         if hasattr(self, "_process"):
             self.close()
 

@@ -179,8 +179,7 @@ def from_first_process(
             why = f"{doing}: process 0 has not advanced for {timeout:g} s."
             raise RendezvousTimeout(why, fix="the log of process 0.")
     if kind:
-        # An exception is not sent itself: only its class's name and text are the same in all
-        # processes.
+        # JSON holds no exception, so process 0 sends the name of the error's class and its text.
         raise getattr(errors, kind, SpmdError)(text)
     return text
 

@@ -100,8 +100,8 @@ class Receiver:
             return
         nonce_of_sender = str(message.get("nonce", ""))
         self._send_answer(connection, nonce_of_sender, "send")
-        # One deadline for all bytes: a sender of a byte every few seconds would keep one of the few
-        # places.
+        # One deadline for all bytes: otherwise a sender of one byte every few seconds would occupy
+        # one of the few connections forever.
         deadline = time.monotonic() + _seconds(count)
         try:
             self._receive(message, lambda buffer: _fill(connection, buffer, deadline))

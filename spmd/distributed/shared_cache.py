@@ -19,7 +19,7 @@ from spmd.program_cache.activate import user_chose
 from spmd.program_cache.entries import log_once, make_private
 from spmd.program_cache.folder import distrust, machine_folder, misordered, note_misordered
 
-# No problem where all processes have chosen it.
+# A choice and no failure: one process has turned the cache off, so it is off in all.
 OFF = "off"
 
 

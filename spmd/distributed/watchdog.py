@@ -45,11 +45,12 @@ from spmd.distributed.timeouts import StallTimeouts
 from spmd.errors import ClusterError, RendezvousTimeout, SpmdError, printable
 
 POLL_SECONDS = 0.25  # between two polls, with up to 500 processes
-# The longest that a failing process, and process 0 with the service, stays for others to read.
+# The longest that a failing process, and process 0, which hosts the service, stays for others to
+# read the error.
 EXIT_SECONDS = 3.0
 SIGTERM_REASON = "asked to end"  # why a run stopped that has received SIGTERM
 STOP_TIMEOUT = 30.0  # seconds for all processes to report at which step they can stop
-# Seconds without progress after another has finished its script, and joins no collective.
+# Seconds without progress after another process has finished its script: it joins no collective.
 PEER_DONE_TIMEOUT = 10.0
 NOTHING_TO_SAVE = "before there was anything to save"
 MAX_ERROR_CHARS = 4000  # of an error that is published

@@ -501,7 +501,7 @@ def _mesh(mesh: str | Mesh | None, largest: int) -> Mesh:
     """The devices that members are stacked over: no more than the largest stack can use."""
     devices = jax.local_devices()
     if mesh is None:
-        # No device that saves no time: 5 members take 3 devices of 4, with 2, 2 and 1 of them.
+        # No more devices than save time: 5 members take 3 of 4 devices, which hold 2, 2 and 1.
         per_device = -(-largest // min(largest, len(devices)))
         count = -(-largest // per_device)
         return make_mesh({NET: count}, devices=devices[:count])

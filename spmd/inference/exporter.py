@@ -296,7 +296,7 @@ def _write(
     """Write the folder, by process 0, with the shards of all processes; returns how each array is
     stored, and the bytes of the weights.
     """
-    # Hidden, and beside the target, because a rename cannot leave a file system.
+    # Hidden, and beside the target, because a rename cannot cross file systems.
     working = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     writes = jax.process_index() == 0
     arrays: list[Stored] = []

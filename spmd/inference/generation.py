@@ -277,7 +277,7 @@ class Generator:
             logits, cache = step(token[:, None], position[:, None], cache)
             keys = jax.vmap(jax.random.fold_in, (0, None))(by_row, number)
             chosen = sampling.choose(logits[:, 0].astype(jnp.float32), keys, repeated)
-            # XLA's loop has no end for a single row: one that has ended runs along, and writes 0.
+            # The loop ends for all rows together: a row that has ended runs along, and writes 0.
             token = jnp.where(done, 0, chosen)
             if repeated is not None:
                 repeated = repeated.at[jnp.arange(rows), token].set(True)
@@ -351,7 +351,7 @@ class Generator:
             raise DataError(f"{why}; the model has {self._longest}.", fix=fix)
         self._report(sampling, longest + max_new_tokens)
         workers = math.prod(self._parallel.axis_size(axis) for axis in self._parallel.data)
-        # Rows are sharded over the workers, so these must divide their number.
+        # Rows are sharded over the workers, so their number must be a multiple of the workers.
         rows = [*prompts, *[prompts[-1]] * (-len(prompts) % workers)]
         length = -(-(longest + max_new_tokens) // UNIT) * UNIT
         if self._longest is not None:
@@ -543,7 +543,7 @@ def _prompts(tokens: Any, vocab: int | None) -> list[np.ndarray]:
     for number, row in enumerate(tokens):
         try:
             ids = np.asarray(row)
-        # numpy refuses rows of several lengths.
+        # numpy raises ValueError for nested lists of different lengths.
         except ValueError:
             ids = np.zeros((0, 0))
         are_integers = ids.size == 0 or np.issubdtype(ids.dtype, np.integer)

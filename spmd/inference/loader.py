@@ -155,7 +155,7 @@ class ExportedModel:
         rows = check_inputs(inputs, self.inputs)
         function = functools.partial(self._compiled, self.arrays)
         chunks = call_in_chunks(function, inputs, rows, batch=self.batch, most=batch_size)
-        # Chunk by chunk, so that the devices hold the outputs of one alone.
+        # Chunk by chunk, so that the devices hold the outputs of one chunk at a time.
         return concatenated(jax.device_get(chunk) for chunk in chunks)
 
 
@@ -192,7 +192,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
             f"{place}: there is no such folder.", fix="the folder that result.export(...) wrote."
         )
     about = _about(place)
-    # Before anything is parsed: the manifest has a checksum of each file.
+    # Before the program and the weights are parsed: the manifest has a checksum of each file.
     why = find_damage(place)
     if why is not None:
         raise _damaged(place, why)
@@ -211,7 +211,7 @@ def load_exported(folder: str | Path, *, device: Any = None) -> ExportedModel:
             fix=f"export(..., platforms=({names})).",
         )
     try:
-        # jax.export takes a bytearray, and no bytes.
+        # A bytearray, as the annotation of `deserialize` says.
         program = jax.export.deserialize(bytearray(read_bytes(place / PROGRAM)))
     except Exception as error:
         fix = f"jax {about['versions']['jax']}, with which it was written"

@@ -79,7 +79,7 @@ def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
     """
     confidence = probabilities.max(axis=-1).ravel()
     correct = (probabilities.argmax(axis=-1) == labels).ravel()
-    # Bins are open below (Guo et al.), so a confidence of 0.2 belongs to that which ends there.
+    # Bins are open below (Guo et al.), so a confidence of 0.2 belongs to the bin that ends there.
     upper_edges = np.ceil(confidence * BINS).astype(int)
     at = np.clip(upper_edges - 1, 0, BINS - 1)
     gaps = np.bincount(at, weights=confidence - correct, minlength=BINS)
@@ -107,7 +107,7 @@ def fit_temperature(logs: np.ndarray, labels: np.ndarray) -> float:
         return float((expected - of_labels).mean())
 
     low, high = 1 / FLATTEST, 1 / SHARPEST
-    # 60 halvings of log(2500) are below the precision of float64.
+    # After 60 halvings the interval, at first log(2500), is below the precision of float64.
     for _ in range(60):
         middle = (low * high) ** 0.5
         if slope(middle) > 0:

@@ -57,7 +57,7 @@ def quantize(values: np.ndarray, *, stacked: bool = False) -> tuple[np.ndarray, 
     exact = values.astype(np.float32)
     dims = tuple(range(int(stacked), values.ndim - 1))
     largest = np.abs(exact).max(axis=dims, keepdims=True)
-    # A channel of zeros has scale 1, against 0 / 0.
+    # A channel of zeros has scale 1, to avoid 0 / 0.
     scales = np.where(largest > 0, largest / np.float32(LARGEST), np.float32(1)).astype(np.float32)
     rounded = np.round(exact / scales)
     return np.clip(rounded, -LARGEST, LARGEST).astype(np.int8), scales

@@ -18,9 +18,9 @@ __all__ = ["Processes", "local", "run"]
 
 
 def __getattr__(name: str):
-    # The command line works without jax, which takes a second to import.
     if name not in __all__:
         raise AttributeError(f"module 'spmd.launch' has no attribute {name!r}")
+    # Imported late: the command line works without jax, which takes a second to import.
     value = getattr(importlib.import_module("spmd.launch.notebook"), name)
     globals()[name] = value
     return value

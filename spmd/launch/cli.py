@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:]
     argv = list(arguments)
     words, script_arguments = argv, []
-    # argparse would take what stands behind it for positional arguments of the command.
+    # argparse would take what follows "--" for positional arguments of the command.
     if "--" in argv:
         separator = argv.index("--")
         words, script_arguments = argv[:separator], argv[separator + 1 :]
@@ -110,8 +110,8 @@ def _parser(first: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spmd {spmd_version()}")
     top = parser.add_subparsers(required=True, metavar="COMMAND")
-    # Their modules import jax, and the doctor must examine an installation whose jax does not
-    # import.
+    # The modules of the other commands import jax, and the doctor must examine an installation
+    # whose jax does not import.
     if list(first) != ["doctor"]:
         _add_commands(top)
     doctor_command.add_to(top)

@@ -53,7 +53,7 @@ def _doctor(options: argparse.Namespace) -> tuple[str, int]:
     show_progress(f"looking for devices, {options.timeout:g} s at most")
     facts = examine(as_path(options.folder, "folder"), options.timeout)
     # Replaced in the text of all facts at once, since a path may be in any of them. Without
-    # ensure_ascii=False a home folder with other letters would be escaped, and not found.
+    # ensure_ascii=False a home folder with letters outside ASCII would be escaped, and not found.
     facts = json.loads(without_home(json.dumps(facts, ensure_ascii=False)))
     show_progress("")
     wrong = problems(facts)

@@ -114,7 +114,7 @@ def unreported_cause(
         rank for rank, code in first.items() if code < 0 and code != ABORTED and rank != ALL
     }
     done = {beat.rank: beat.at for beat in last_heartbeats.values() if beat.end == "done"}
-    # Where all scripts have ended, none failed because it had left others behind.
+    # Where all scripts have ended, none can have failed by leaving others behind.
     if len(done) == len(last_heartbeats):
         done = {}
     # A process that reports a failure after the end of its script fails because it has ended while

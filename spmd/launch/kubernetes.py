@@ -191,10 +191,11 @@ def _job(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
         "backoffLimit": config.settings.max_restarts,
         "podFailurePolicy": {
             "rules": [
-                # The first rule that fits is applied; codes below would recur in every pod that
-                # replaces this one.
+                # Kubernetes applies the first rule that matches. A pod that replaced this one
+                # would end with the same code.
                 on_codes("FailJob", USAGE, DISAGREED),
-                # These pods follow another one's failure, and must not use up backoffLimit.
+                # Pods that end because another one failed, or because they were asked to, must
+                # not use up backoffLimit.
                 on_codes("Ignore", PEER, TERMINATED),
                 ignored,
             ]
@@ -211,7 +212,7 @@ def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
         claim, _, path = config.claim.partition(":")
         volumes.append({"name": "claim", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "claim", "mountPath": path})
-        # By default the owner of every file is changed each time that the volume is mounted, which
+        # By default Kubernetes sets the group and permissions of every file at each mount, which
         # takes long for many files.
         security |= {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
     if config.shm:
@@ -229,7 +230,7 @@ def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
     spec = {
         # With the headless Service of this name, pods get the DNS names NAME-0.NAME and so on.
         "subdomain": name,
-        # Kubernetes takes a podFailurePolicy with this value only.
+        # A podFailurePolicy is allowed only with restartPolicy "Never".
         "restartPolicy": "Never",
         # Kubernetes takes an integer number of seconds.
         "terminationGracePeriodSeconds": math.ceil(config.settings.grace),
@@ -272,7 +273,7 @@ def _resources(config: KubernetesJob) -> dict[str, Any]:
         resources["requests"]["memory"] = config.memory
         resources["limits"]["memory"] = config.memory
     if config.gpus_per_node:
-        # Kubernetes takes the limit of an extended resource for its request, and does not
+        # Kubernetes takes the limit of an extended resource as its request, and does not
         # overcommit it.
         resources["limits"]["nvidia.com/gpu"] = str(config.gpus_per_node)
     return {key: value for key, value in resources.items() if value}

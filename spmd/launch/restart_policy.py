@@ -126,7 +126,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
         try:
             records.append({**json.loads(path.read_text(encoding="utf-8")), "name": path.stem})
         except (OSError, ValueError, TypeError):
-            # The process was killed while it wrote this.
+            # The file is gone by now, or damaged: records are not synced to the disk.
             continue
     return records
 

@@ -17,7 +17,8 @@ from spmd.errors import printable
 from spmd.launch.hostfile import Host
 from spmd.launch.process_group import to_stdout
 
-# Seconds between two keep-alive messages to each host; an agent waits for more than two (SILENCE).
+# Seconds between two keep-alive messages to each host; an agent gives up only after missing more
+# than two (SILENCE).
 ALIVE = 5.0
 # Characters of a line that are read into memory: a host may send anything.
 MAX_LINE = 1 << 20

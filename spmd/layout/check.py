@@ -116,8 +116,8 @@ def fit_layout(
         for misfit, paths in misfits.items()
     ]
     headline = f"{layout.source} does not fit this model on mesh {mesh}"
-    # Raised before anything is resolved, which looks axes up in the mesh: an unknown one would be
-    # a KeyError there.
+    # Raised before `resolve`, which looks axes up in the mesh: an unknown axis would be a KeyError
+    # there.
     raise_problems(LayoutError, headline, problems, f"{fitting} of {len(params)} parameters fit")
     resolved = keep_frozen(resolve(layout, params, names, mesh, stacks), frozen)
     raise_problems(LayoutError, headline, resolved_problems(resolved, params, names, stacks, fits))

@@ -186,7 +186,7 @@ def _server_problems(resolved: Resolved) -> Iterator[Problem]:
             'placement = "sliced", or leave it out.',
             kind="conflict",
         )
-    # From here on the factor below is -1 or less, so the distance does not shrink (elastic
+    # From this rate on the factor below is -1 or less, so the distance does not shrink (elastic
     # averaging SGD, arXiv:1412.6651).
     if server.moving_rate is not None and server.moving_rate >= 2 / (workers + 1):
         factor = 1 - server.moving_rate * (workers + 1)

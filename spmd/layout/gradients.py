@@ -102,8 +102,8 @@ class Gradients:
     def __post_init__(self):
         check_types(self)
         reserved = tuple(f.name for f in dataclasses.fields(self))
-        object.__setattr__(self, "options", _pairs(self.options, "Gradients", reserved))
         # A frozen dataclass refuses plain assignment, in its own __post_init__ too.
+        object.__setattr__(self, "options", _pairs(self.options, "Gradients", reserved))
         object.__setattr__(self, "exact_axes", names(self.exact_axes))
         if isinstance(self.rules, GradientRule):
             object.__setattr__(self, "rules", (self.rules,))

@@ -205,7 +205,8 @@ class Layout:
 
     description: str = ""
     mesh: tuple[tuple[str, int], ...] = ()
-    # RUF009: ruff sees in this file only that a class is frozen, and so is a safe default.
+    # RUF009: ruff knows that a class is frozen, and so a safe default, only if this file defines
+    # it.
     batch: Batch = Batch()
     params: tuple[Rule, ...] = ()
     # A vocabulary that models share: a name that no parameter carries is no error.
@@ -227,8 +228,8 @@ class Layout:
     adapters: tuple[Adapter, ...] = ()  # paths are of modules
     compiler: Compiler = Compiler()  # noqa: RUF009
     use_when: str = ""
-    # Both come from the file's place, not from its text: the reader takes the fields that are
-    # compared for keys of the file.
+    # Both come from the file's place, not from its text: the reader treats the fields that are
+    # compared as keys of the file.
     name: str = dataclasses.field(default="layout", compare=False)
     # How errors name it.
     source: str = dataclasses.field(default="this layout", compare=False)
@@ -265,7 +266,7 @@ class Layout:
                     f"Layout: {name}={short_repr(value)} is {type_name(value)}.",
                     fix=f"such as {name}={example}.",
                 )
-            # JSON and TOML have lists in place of tuples, which have no hash.
+            # JSON and TOML have lists in place of tuples, and a list has no hash.
             pairs = tuple((key, _as_entry(entry)) for key, entry in pairs)
             keys = [key for key, _ in pairs]
             problems = [f'"{key}" is there twice' for key in keys if keys.count(key) > 1]

@@ -99,7 +99,7 @@ class Adapter:
     def scale(self) -> float:
         """The factor of the adapter's output."""
         if self.rslora:
-            # Divided by the rank itself, the adapter's gradients shrink as the rank grows.
+            # With alpha / rank the adapter's gradients shrink as the rank grows.
             return self.alpha / self.rank**0.5
         return self.alpha / self.rank
 

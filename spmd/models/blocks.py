@@ -25,6 +25,11 @@ INSIDE = (
 RunBlock = Callable[[dict[str, Any], Tree], tuple[Tree, Tree]]
 
 
+OBJECTS = (nnx.Pytree, nnx.Variable)
+# Keys of flax and variable of each array, by the name that the keys make.
+Arrays = dict[str, tuple[tuple, Any]]
+
+
 class BlockCalls(abc.ABC):
     """Takes over the calls of some submodules."""
 
@@ -147,9 +152,6 @@ class BlockTrace(BlockCalls):
         return self.record_call(path, call_named)
 
 
-OBJECTS = (nnx.Pytree, nnx.Variable)
-
-
 def path_of_keys(keys: Iterable[Any]) -> str:
     """Return a path from the keys of flax, which are names of attributes and numbers in lists.
 
@@ -206,10 +208,6 @@ def call_block(
     outputs, changed = blocks.call_block(path, call_with, _raw_values(params), _raw_values(others))
     nnx.update(block, _state({name: others[name] for name in changed}, changed))
     return outputs
-
-
-# Keys of flax and variable of each array, by the name that the keys make.
-Arrays = dict[str, tuple[tuple, Any]]
 
 
 def _by_name(state: Any) -> Arrays:

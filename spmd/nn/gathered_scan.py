@@ -226,7 +226,7 @@ def _scan_backward(
         dconstants = jax.tree.map(jnp.add, dconstants, more)
         return (dx, previous_full, dfull, dconstants, done), None
 
-    # Begun before the last layer's gradients are computed, so that these hide it.
+    # This gather begins before the last layer's gradients are computed, which hides it.
     previous_full = gather(stack.at(max(count - 2, 0)))
     dx, dfull, dothers, dconstants = gradients(count - 1, saved_last, full_last, differentiable(dy))
     # Frozen parameters have no gradients: `jax.custom_vjp` takes None for theirs.

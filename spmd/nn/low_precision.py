@@ -182,8 +182,8 @@ def _rounded(x: jax.Array, contracted: list[int], dtype: Any) -> tuple[jax.Array
     peak = largest_magnitude(values, contracted)
     # A row of zeros would be divided by 0.
     scale = jnp.where(peak == 0, 1.0, peak / largest)
-    # The quotient may round to above the largest number, and float8_e4m3fn, which has no infinity,
-    # makes NaN of that.
+    # In a row of tiny numbers the scale is subnormal, and is flushed to 0: the quotient is
+    # infinite, of which float8_e4m3fn, which has no infinity, would make NaN.
     scaled = jnp.clip(values / scale, -largest, largest)
     if dtype == jnp.int8:
         scaled = jnp.round(scaled)

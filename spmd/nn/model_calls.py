@@ -31,6 +31,8 @@ from spmd.base.specs import entry_axes
 from spmd.errors import ModelError, did_you_mean
 from spmd.models.patches import Patches
 
+# Sharding constraints -------------------------------------------------------------------------
+
 
 def manual_axes() -> tuple[str, ...]:
     """Return the mesh axes along which the code that is being traced sees one device's shard."""

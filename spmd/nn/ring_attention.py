@@ -329,7 +329,7 @@ def _backward(
             dkeys = ring.shift(dkeys)
         return _each_tile(ring, inputs, keys, source, local, tile, (dquery, dkeys))
 
-    # Sums over all devices of the ring, each of which would round in bfloat16.
+    # Each device of the ring adds to these sums: in bfloat16 every addition would round.
     dquery, *dkeys = (jnp.zeros(x.shape, jnp.float32) for x in inputs[:3])
     dquery, dkeys = _around(ring, turn, (dquery, tuple(dkeys)), _keys(inputs))
     return tuple(

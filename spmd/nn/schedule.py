@@ -255,7 +255,7 @@ def _timed(
 
     while any(place < len(order) for place, order in zip(at, orders, strict=True)):
         tick = [next_work(stage) for stage in range(stages)]
-        # A result may be on its way for `hop` ticks, in which no stage has to work.
+        # A result may be on its way for `hop` ticks, during which all stages may be waiting.
         if not any(tick) and len(table) - max(done.values(), default=0) > hop:
             raise RuntimeError("deadlock: every stage of the schedule waits for another")
         for stage, work in enumerate(tick):

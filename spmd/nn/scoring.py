@@ -204,7 +204,8 @@ def _backward(
     *grads, dbias = kernel.backward(
         scoring, 0, inputs, logs, inner_products(out, grad), grad, inputs.query.dtype
     )
-    # `jax.custom_vjp` refuses a cotangent of another dtype than the input's.
+    # In the dtypes of the inputs: `jax.custom_vjp` passes on whatever dtype its rule returns (jax
+    # 0.10), and JAX's rules for the operations before it fail on another.
     dquery, dkey, dvalue = (x.astype(like.dtype) for x, like in zip(grads, inputs[:3], strict=True))
     bias = inputs.arrays.bias
     if bias is None:

@@ -555,5 +555,5 @@ def processor() -> str:
         key, _, name = line.partition(":")
         if key.startswith("model name"):
             return name.strip()
-    # `platform.processor()` is empty where Linux does not say.
+    # On many Linux systems `platform.processor()` is empty.
     return platform.processor() or platform.machine()

@@ -190,7 +190,6 @@ class CandidateSpace:
     def _groups(self) -> dict[int, list[Candidate]]:
         families = range(len(self.layouts))
         groups, earlier = {}, set()
-        # A candidate that two layouts have is searched once, as that of the layout with more axes.
         for family in sorted(families, key=lambda family: -len(_axes(self.layouts[family]))):
             distinct = {_comparable(group.layout): group for group in self._variants(family)}
             groups[family] = [group for layout, group in distinct.items() if layout not in earlier]
@@ -464,7 +463,8 @@ def _reduction_time(placed: PlacedModel, cluster: Cluster, trainable: Collection
         if path in trainable:
             axes = tuple(axis for axis in spec_axes(place.spec) if axis not in data_axes)
             size += place.nbytes // num_shards(axes, mesh)
-    # Devices fill the mesh in its order, the last axis first, and fill nodes in theirs.
+    # Devices are numbered along the mesh, the last axis varying fastest; devices with consecutive
+    # numbers fill a node.
     ids = np.arange(mesh.size).reshape([length for _, length in mesh.axes])
     # the workers that the first device reduces with
     along = tuple(slice(None) if name in data_axes else 0 for name in mesh.names)

@@ -313,7 +313,7 @@ def _print_to(path: Path, flags: int) -> None:
     """Have this process's output, and XLA's, go to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # The numbers of the files, and not `sys.stdout`: XLA writes to them from C++.
+    # File descriptors 1 and 2, and not `sys.stdout`: XLA writes to them from C++.
     file = os.open(path, flags, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)

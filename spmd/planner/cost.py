@@ -123,7 +123,7 @@ def product_time(product: Product, target: Target) -> float:
     if not product.sides:
         seconds = product.flops / rate
         if target.cores:
-            # Softmax takes an exponential of each score, which the matrix units do not have.
+            # Softmax takes an exponential of each score, which matrix units do not compute.
             seconds += product.scores / (EXPONENTIALS * target.cores * target.clock)
         return product.share * seconds
     if not target.cores:
@@ -225,7 +225,6 @@ def host_bytes(module: Module, computation: str, instr: Instruction) -> float:
     arrays = [array for array in arrays if array.shape]
     on_host = sum(array.bytes for array in arrays if array.host)
     on_device = sum(array.bytes for array in arrays if not array.host)
-    # What is copied is on both sides; an array of which it is a slice is on one.
     return float(min(on_host, on_device))
 
 
@@ -266,7 +265,7 @@ def attention_products(kernel: str, query: Sequence[int], key: Sequence[int]) ->
     if (kernel and not ATTENTION.search(kernel)) or len(query) < 3 or len(query) != len(key):
         return 0.0
     count, _ = _kernel_products(kernel)
-    # Kernels have heads before or behind the length; the longer of the two dims is taken for it.
+    # Some kernels have heads before the length, others behind it.
     return count * 2.0 * math.prod(query) * max(key[1:-1])
 
 

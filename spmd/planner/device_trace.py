@@ -285,8 +285,8 @@ def _windows(events: Sequence[Event], entry: set[str]) -> list[tuple[float, floa
         return []
     count = Counter(map(len, times.values())).most_common(1)[0][0]
     complete = [began for began in times.values() if len(began) == count]
-    # XLA:CPU starts operations in any order that their data allows, so the first may be another
-    # one.
+    # XLA:CPU starts operations in any order that their data allows, so each execution may begin
+    # with another operation.
     begins = [min(moments) for moments in zip(*complete, strict=True)]
     # what a loop runs may begin before any operation outside of loops
     begins[0] = events[0].begin

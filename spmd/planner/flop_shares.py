@@ -201,7 +201,7 @@ class Variance:
         members = groups(instr, self.module.partitions)
         along = [frozenset(differing_axes(group, self.mesh)) for group in members]
         values = [flat(value) for value in operands]
-        # After any other collective each device of a group has something else.
+        # Only these two leave the same result on all devices of a group.
         if kind in ("all_reduce", "all_gather"):
             axes = along[0]
             devices = math.prod(self.mesh.sizes[name] for name in axes)

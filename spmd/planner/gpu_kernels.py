@@ -56,8 +56,9 @@ def gpu_of(target: Target) -> Iterator[None]:
             gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=10 * major + minor
         )
         answers.append((gpu_info, "get_gpu_info", lambda: info))
-    # JAX refuses to lower these without devices because XLA partitions them by a call of Python's.
-    # On shards, inside of `jax.shard_map`, there is nothing to partition.
+    # JAX refuses to lower these without devices, because XLA calls back into Python to partition
+    # them (custom_partitioning). On shards, inside of `jax.shard_map`, there is nothing to
+    # partition.
     devices = dispatch.prim_requires_devices_during_lowering
     needless = {
         primitive for primitive in devices if primitive.name.startswith("dot_product_attention_")

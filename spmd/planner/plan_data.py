@@ -193,7 +193,6 @@ class PlanData:
         """Return a lower bound on a device's bytes with more microbatches: all temporaries except
         gradients shrink in proportion.
         """
-        # Gradients are added up over microbatches, so they keep their size.
         divisible = max(self.memory.temporaries - self.memory.gradients, 0)
         left = self.program.placed.config.accumulate / accumulate
         return self.memory.expected - divisible * (1 - left)

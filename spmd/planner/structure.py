@@ -398,8 +398,8 @@ def _convolution(axes: Axes, equation: Any, inputs: list[Dims], results: list[Di
     features_out, features_in = numbers.rhs_spec[:2]
     yield image[batch], results[0][numbers.out_spec[0]]
     yield kernel[features_out], results[0][numbers.out_spec[1]]
-    # With groups, a kernel has the input features of one group, and features of outputs go with
-    # groups.
+    # With groups, a kernel has the input features of one group alone, and its output features are
+    # divided among the groups.
     yield image[features], kernel[features_in if groups == 1 else features_out]
 
 

@@ -285,7 +285,8 @@ def changes_of(
         try:
             planned = plan_with(plan, trial.changes, timeout=timeout)
         except SpmdError as error:
-            # Any other error is raised before a program is compiled.
+            # Nearly all other errors come from checks before the compiler runs, and cost no
+            # compilation.
             compiled += isinstance(error, CompileError)
             tried[trial.name] = Change(trial.name, None, error.summary, (cost.what,))
             continue

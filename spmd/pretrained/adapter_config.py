@@ -61,7 +61,8 @@ def _is_table(value: Any, accepts: Callable[[Any], bool]) -> bool:
 
 
 def _is_plain_name(name: Any) -> bool:
-    # Nothing else: `names` makes these names parts of a regular expression.
+    # No other characters: `AdapterConfig.names` puts layers_pattern into a regular expression, and
+    # PEFT reads keys of rank_pattern as one.
     return isinstance(name, str) and re.fullmatch(r"[\w.]+", name) is not None
 
 
@@ -161,7 +162,8 @@ class AdapterConfig:
             return False
         if layers is None or layers == []:
             return True
-        # PEFT's own expressions (check_target_module_exists in tuners_utils.py).
+        # As PEFT (check_target_module_exists in tuners_utils.py); a list may also begin the name
+        # here.
         patterns = [r".*?\.[^.]*"]
         if list_names := _as_list(self.values.get("layers_pattern")):
             patterns = [rf"(?:.*?\.)?{name}" for name in list_names]
@@ -226,7 +228,7 @@ def _compiled(regex: str) -> Any:
     try:
         re.compile(regex)
         return re2.compile(regex, options)
-    # `re` raises OverflowError for a repetition of 2**32 or more.
+    # `re` raises OverflowError for a repetition of 2**32 - 1 or more.
     except (re.error, re2.error, RecursionError, OverflowError):
         return None
 

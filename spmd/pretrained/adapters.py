@@ -220,7 +220,7 @@ def save_adapters(
             links,
             arrays,
             dtypes=dtypes,
-            # transformers refuses a file whose metadata names no format.
+            # As PEFT writes it.
             metadata={"format": "pt"},
             beside={ADAPTER_CONFIG: config_text.encode()},
             # PEFT reads one file of adapters, and no shards.

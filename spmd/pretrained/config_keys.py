@@ -109,7 +109,8 @@ def check_sizes(
     widths = [counts[key] for key in WIDTHS if key in counts]
     width = next(iter(widths), 1)
     dims = DIMS
-    # BERT has a table of positions; the other families rotate, for which nothing is stored.
+    # With this key only BERT has a table of positions: GPT-2's key is n_positions, and families
+    # that rotate store none.
     if config.get("model_type") == "bert":
         dims = (*DIMS, "max_position_embeddings")
     reasons: dict[str, str] = {}

@@ -138,7 +138,7 @@ def cached_attention(
     keys, values, number = cache
     keys = _store(keys, key, number, positions)
     values = _store(values, value, number, positions)
-    # Places that are not filled yet are behind every query, so this mask hides them, too.
+    # Places that are not filled yet come after every query, so this mask hides them, too.
     distance = positions[:, :, None] - jnp.arange(keys.shape[2])
     mask = distance >= 0
     if window is not None:

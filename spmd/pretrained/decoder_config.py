@@ -173,7 +173,7 @@ class Family:
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# The values are the defaults of transformers' configuration classes.
+# Sizes, bases and `tied` are the defaults of transformers' configuration classes.
 FAMILIES: dict[str, Family] = {
     "llama": Family(mlp_bias=True),
     "mistral": Family(kv_heads=8, qkv_bias=False, windows="all"),
@@ -411,7 +411,7 @@ def _rope(
         keys.wrong(key, f"{why}; it has {', '.join(KINDS)}")
         return plain
     options = {name: values.get(name, default) for name, default in KINDS[kind].items()}
-    # transformers takes max_position_embeddings where it is missing.
+    # Where original_max_position_embeddings is missing, transformers takes max_position_embeddings.
     if options.get("original_max_position_embeddings", 0) is None:
         options["original_max_position_embeddings"] = length
     problems = []

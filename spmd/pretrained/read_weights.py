@@ -127,7 +127,7 @@ def read_arrays(
             futures = list(reader.submit(group, buffers, links_of_array))
             waiting.append((number, buffers, futures))
             busy += sizes[number]
-            # Otherwise this group's would stay in memory until those of the next are there.
+            # Otherwise these buffers would stay in memory until the next group's are allocated.
             del buffers
         while waiting:
             done += place()

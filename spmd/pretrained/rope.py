@@ -144,7 +144,7 @@ def _yarn(
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    # As in YaRN's code, against a division by 0.
+    # As in YaRN's code, to avoid a division by 0.
     span = high - low or 0.001
     divided = np.clip((np.arange(dim // 2) - low) / span, 0, 1)
     if attention_factor is None:

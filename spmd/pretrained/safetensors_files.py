@@ -41,7 +41,7 @@ DTYPES: dict[str, np.dtype] = {
     "I32": np.dtype("i4"),
     "I64": np.dtype("i8"),
     "F16": np.dtype("f2"),
-    # numpy has none of these itself; JAX's are those of ml_dtypes.
+    # numpy has neither bfloat16 nor float8 itself; JAX's are those of ml_dtypes.
     "BF16": np.dtype(jnp.bfloat16),
     "F32": np.dtype("f4"),
     "F64": np.dtype("f8"),
@@ -170,7 +170,7 @@ def _parse(file: Path, text: bytes, what: str) -> dict[str, Any]:
 
 
 def _is_count(value: Any) -> bool:
-    # Offsets are computed with in int64. For isinstance, true would be a count.
+    # Offsets are computed in int64. Not isinstance, for which JSON's true is an int.
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -272,7 +272,7 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
     """The tensors of the files that an index lists."""
     if not index.is_file():
         raise PretrainedError(f"{index} is no regular file.", fix="check the path.")
-    # It is parsed in memory, so it is bounded like a header.
+    # The index is parsed in memory, so it is bounded like a header.
     if index.stat().st_size > MOST_HEADER:
         raise _damaged(index, f"it has more than {MOST_HEADER:,} bytes")
     weight_map = _parse(index, read_bytes(index), "text").get("weight_map")
@@ -322,7 +322,7 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
 
 
 def _is_plain(name: str) -> bool:
-    # The index is untrusted. Without these a name stays in the folder, also under Windows.
+    # The index is untrusted: a name without these characters stays in the folder, on Windows too.
     return bool(name) and name not in (".", "..") and not any(letter in name for letter in "/\\\0:")
 
 
@@ -452,7 +452,7 @@ def read_box(descriptor: int, tensor: Tensor, box: Box, out: np.ndarray) -> int:
         first += box[full - 1][0] * strides[full - 1]
     run = len(flat) // len(starts)
     for number, start in enumerate(starts.tolist()):
-        # preadv has no position in the file, which threads would share.
+        # preadv takes the position, which threads would otherwise share.
         _read_all(descriptor, tensor, flat[number * run : (number + 1) * run], first + start)
     return len(flat)
 
@@ -520,5 +520,5 @@ def write_file(
     with open_output(file) as opened:
         opened.write(header)
         for array in ordered.values():
-            # As bytes: bfloat16 has no buffer that a file could write (ml_dtypes 0.6).
+            # As bytes: an array of bfloat16 has no memoryview (ml_dtypes 0.6).
             opened.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -64,7 +64,7 @@ def write_folder(
     Raises:
       PretrainedError: the folder is not empty, or cannot be written; in all processes.
     """
-    # Hidden, and beside the folder, because a rename cannot leave a file system.
+    # Hidden, and beside the folder, because a rename cannot cross file systems.
     working = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     writes, failure = jax.process_index() == 0, f"{folder} cannot be written"
 
@@ -104,7 +104,7 @@ def write_folder(
         raise_everywhere(finish, PretrainedError, failure)
     finally:
         if writes:
-            # Of a failed attempt only: `publish` has given the folder its name.
+            # Removes what a failed attempt has left: `publish` gives the folder its final name.
             shutil.rmtree(working, ignore_errors=True)
 
 

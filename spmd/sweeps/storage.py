@@ -245,7 +245,7 @@ class SweepStore:
             self._check_owner()
             places = sorted((self._folder / "chunks").glob("*[0-9]-[0-9]*"))
             numbers = [list(map(int, place.name.split("-"))) for place in places]
-            # First: it says that the states are missing on purpose.
+            # First: END says that the states are missing on purpose.
             output_files.write_checked(self._folder / END, _json(numbers))
             for place in places:
                 shutil.rmtree(place / "checkpoints", ignore_errors=True)

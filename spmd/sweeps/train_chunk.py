@@ -71,7 +71,7 @@ class Rows:
 
     def __init__(self, data: ArraySource):
         self._data = data
-        # Kept, because in each call the seed of every slot asks for its epoch again.
+        # Cached, because every call asks again for the order of each slot's seed and epoch.
         self._order = functools.lru_cache(maxsize=256)(
             lambda seed, epoch: dataclasses.replace(data, seed=seed).order(epoch)
         )

@@ -22,6 +22,9 @@ AROUND = (
 )
 
 
+MOST_COUNTED = 2**31 - 1  # in int32
+
+
 class SlowWeights(NamedTuple):
     """The state of `optax.lookahead`, with the slow weights, which optax keeps beside the fast
     ones; those are the model's parameters.
@@ -124,9 +127,6 @@ def interface_fix(optimizer: optax.GradientTransformation, params: Tree) -> str:
         "one that needs no more than these; a line search that calls the loss itself is not "
         "supported."
     )
-
-
-MOST_COUNTED = 2**31 - 1  # in int32
 
 
 class WrappedOptimizer(optax.GradientTransformationExtraArgs):

@@ -24,6 +24,24 @@ PROGRAMS = {  # by kind: what users call them, and what JAX does
 }
 
 
+# for which `jax.export` promises no compatibility over years: JAX's own, Pallas's, cuDNN's
+KERNELS = (
+    "cu_threefry2x32",
+    "cu_threefry2x32_ffi",
+    "__gpu$xla.gpu.triton",
+    "mosaic_gpu_v2",
+    "tpu_custom_call",
+    "__cudnn$fmhaSoftmax",
+    "__cudnn$fmhaSoftmaxBackward",
+    "__cudnn$fmhaSoftmaxDropout",
+    "__cudnn$fmhaSoftmaxDropoutBackward",
+    "__cudnn$fmhaScaleBiasSoftmax",
+    "__cudnn$fmhaScaleBiasSoftmaxBackward",
+    "__cudnn$fmhaScaleBiasSoftmaxDropout",
+    "__cudnn$fmhaScaleBiasSoftmaxDropoutBackward",
+)
+
+
 class FunctionKey(NamedTuple):
     """A compiled function of a program.
 
@@ -139,29 +157,12 @@ class CompiledFunctions:
         return compile_it()
 
 
-# for which `jax.export` promises no compatibility over years: JAX's own, Pallas's, cuDNN's
-KERNELS = (
-    "cu_threefry2x32",
-    "cu_threefry2x32_ffi",
-    "__gpu$xla.gpu.triton",
-    "mosaic_gpu_v2",
-    "tpu_custom_call",
-    "__cudnn$fmhaSoftmax",
-    "__cudnn$fmhaSoftmaxBackward",
-    "__cudnn$fmhaSoftmaxDropout",
-    "__cudnn$fmhaSoftmaxDropoutBackward",
-    "__cudnn$fmhaScaleBiasSoftmax",
-    "__cudnn$fmhaScaleBiasSoftmaxBackward",
-    "__cudnn$fmhaScaleBiasSoftmaxDropout",
-    "__cudnn$fmhaScaleBiasSoftmaxDropoutBackward",
-)
-
-
 def export_step(
     update: Callable, arguments: Any, out_shardings: Any, platform: str
 ) -> jax.export.Exported:
     """`update(*arguments)` exported as a function of flat arguments and results."""
-    # Flat, because jax.export serializes only trees of types that are registered with it.
+    # Flat: the pickled program then names no types of users, such as the state of an optimizer,
+    # which the compile server would have to import.
     leaves, tree = jax.tree.flatten(arguments)
 
     def flat_update(*leaves: Any) -> list[Any]:

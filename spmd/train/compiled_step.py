@@ -274,8 +274,8 @@ class TrainingProgram:
         return self.functions.jit(
             update,
             donate_argnums=self.donate_argnums,
-            # XLA would be free to shard the next state otherwise: it could not use the memory of
-            # the donated one, and the next step would be compiled again.
+            # Without these, XLA could choose other shardings for the next state: it could not take
+            # the donated memory, and the next step would be compiled again.
             out_shardings=(self.placed.shardings, self._replicated, *others),
         )
 

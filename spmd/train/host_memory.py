@@ -98,7 +98,6 @@ def to_device(tree: Tree) -> Tree:
             return leaf
         return jax.device_put(leaf, jax.memory.Space.Device)
 
-    # Leaf by leaf, so that XLA copies each for its own update, and holds few of them at a time.
     return jax.tree.map(copy_to_device, tree)
 
 

@@ -131,8 +131,8 @@ def scale_loss(
         updates, inner = tx.update(updates, state.inner, params, **extra)
         updates, inner = where_applied(applied, updates, inner, state.inner)
         since = jnp.where(applied, state.since + 1, 0)
-        # Powers of two round nothing, so gradients are the same under any scale that does not
-        # overflow.
+        # Doubling and halving round nothing: gradients are the same under the next scale, unless
+        # they overflow or underflow in float16.
         scale = jnp.where(since == every, 2 * state.scale, state.scale)
         scale = jnp.where(applied, scale, state.scale / 2)
         return updates, LossScale(

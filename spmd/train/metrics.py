@@ -413,7 +413,6 @@ def as_sum(name: str, value: Any, weights: jax.Array) -> tuple[jax.Array, jax.Ar
     """
     count = weights.sum()
     if isinstance(value, Columns):
-        # Chosen, never multiplied by the weight: rows of padding may be NaN, and 0 * NaN is NaN.
         sums = jnp.where(weights[:, None] > 0, value.values, 0).sum(axis=0)
         return sums, jnp.broadcast_to(count, sums.shape)
     if isinstance(value, tuple | list) and len(value) == 2:

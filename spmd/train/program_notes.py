@@ -26,6 +26,8 @@ from spmd.train.model_setup import PlacedModel
 from spmd.train.skipped_updates import inner_state, scale_notes
 from spmd.train.state import replicated_moments
 
+NAMES = re.compile("weight|mask", re.IGNORECASE)
+
 
 def loss_notes(loss: TracedLoss, gather_notes: list[str]) -> list[str]:
     """Return lines on what was decided for a traced loss."""
@@ -103,9 +105,6 @@ def _moment_notes(placed: PlacedModel) -> list[str]:
         f"note: {len(unsharded)} optimizer arrays have no parameter's shape and stay "
         f"replicated: {names}, ..."
     ]
-
-
-NAMES = re.compile("weight|mask", re.IGNORECASE)
 
 
 def unread_weight_notes(

@@ -143,7 +143,7 @@ def skip_spikes(
             )
         squares = []
         for leaf in jax.tree.leaves(updates):
-            # The square of a complex number is no square of its size.
+            # The square of a complex number is not that of its magnitude.
             squares.append(jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))))
         norm = jnp.sqrt(sum(squares, jnp.float32(0)))
         if value is None:

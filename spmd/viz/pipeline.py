@@ -81,7 +81,7 @@ def schedule_figure(pipelines: Schedule | Mapping[str, Schedule]) -> Any:
     width = min(16.0, max(6.0, 0.26 * cells + 1))
     height = 0.5 + 0.26 * sum(heights)
     figure = make(figsize=(width, height), layout="constrained")
-    # squeeze=False: an array for one panel, too.
+    # squeeze=False: one panel, too, comes in an array.
     panels = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=heights)
     panels = panels[:, 0]
     for axes, (title, pipeline) in zip(panels, schedules.items(), strict=True):

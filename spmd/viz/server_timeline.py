@@ -116,7 +116,7 @@ def timeline_figure(
     height = 0.9 + sum(heights)
     figure = make(figsize=(11, height), layout="constrained")
     ratios = [count + 1.5 for count in lines]
-    # squeeze=False: an array for one panel, too.
+    # squeeze=False: one panel, too, comes in an array.
     panels = figure.subplots(len(accounts), 1, sharex=True, squeeze=False, height_ratios=ratios)
     panels = panels[:, 0]
     for axes, (title, account), count in zip(panels, by_title.items(), lines, strict=True):
@@ -204,13 +204,13 @@ def _panel(axes: Any, account: ServerStatistics, begin: float, end: float, lines
     for worker in range(lines):
         line = (worker - BAR_HEIGHT / 2, BAR_HEIGHT)
         local = spans.worker == worker
-        local_arrived = local & ~dropped
+        local_not_dropped = local & ~dropped
         local_dropped = local & dropped
         local_sent = local & (spans.time > spans.queued)
         # First, because matplotlib draws later bars over earlier ones.
         axes.broken_barh([(begin, last - begin)], line, facecolor=WAITS, linewidth=0)
         for start, stop, chosen, style in (
-            (spans.began, spans.done, local_arrived, computing),
+            (spans.began, spans.done, local_not_dropped, computing),
             (spans.began, spans.done, local_dropped, WASTED),
             (spans.queued, spans.time, local_sent, sending),
         ):

@@ -80,7 +80,8 @@ def _least_loaded(sizes: Sequence[int], servers: int) -> list[int]:
     load = [0] * servers
     owners = []
     for size in sizes:
-        # The first of equal ones, as in TensorFlow, which takes `np.argmin` of the loads.
+        # Of equally loaded servers the first, as in TensorFlow, which takes `np.argmin` of the
+        # loads.
         server = load.index(min(load))
         load[server] += size
         owners.append(server)

@@ -95,7 +95,7 @@ def worker_count(axes: Axes) -> int:
 def is_bound(axis: str) -> bool:
     """Return whether a name is that of an axis here, of the mesh or of a `vmap`."""
     try:
-        # It raises NameError for a name that is not bound (jax 0.10).
+        # jax 0.10 has no public function that asks.
         lax.axis_size(axis)
     except NameError:
         return False

@@ -48,7 +48,8 @@ KINDS = {
     **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all_to_all"),
     "ppermute": "collective_permute",
 }
-# In a ring of n devices, with b bytes of the operand on each; rounded up where n does not divide.
+# In a ring of n devices, with b bytes of the operand on each. That of an all-reduce is rounded up,
+# since n need not divide its operand; n divides those of the others.
 SENT = {
     "all_reduce": lambda n, b: -(-2 * (n - 1) * b // n),
     "reduce_scatter": lambda n, b: (n - 1) * b // n,
@@ -200,8 +201,8 @@ def _ops(
             parts = [
                 list(_ops(inner, sizes, runs, branch, here)) for inner in inner_jaxprs(equation)
             ]
-            # Which branch of a conditional a step takes is data: the one that sends the most
-            # counts.
+            # Which branch of a conditional a step takes depends on data: of all branches, the one
+            # that sends the most is counted.
             for part in counted_parts(equation, parts, _sent):
                 yield from part
 

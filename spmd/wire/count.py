@@ -53,8 +53,9 @@ def comm_log(
 
     def update(params: Tree) -> Any:
         state = tx.init(params)
-        # In place of gradients, which have these shapes: what workers receive from servers counts,
-        # too. The state is not returned, but `jax.make_jaxpr` keeps the equations that make it.
+        # Local parameters stand for the gradients, which have their shapes; what workers receive
+        # from servers is thus counted, too. The state is not returned, but `jax.make_jaxpr` keeps
+        # the equations that make it.
         updates, _ = tx.update(local_params(state, params), state, params, **extra)
         return updates
 

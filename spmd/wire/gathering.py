@@ -387,8 +387,8 @@ def _gather_backward(
     grads: list[jax.Array],
 ) -> tuple:
     residuals, typed = saved
-    # `_cast` has gathered in another dtype, and a custom_vjp returns what its rule returns, in
-    # whatever dtype that is (jax 0.10).
+    # Gradients have the dtype in which `_cast` has gathered; a custom_vjp would pass them on in it,
+    # whatever the parameter's is (jax 0.10).
     grads = [grad.astype(empty.dtype) for grad, empty in zip(grads, typed, strict=True)]
     return gathering.reduce(grads, residuals)
 

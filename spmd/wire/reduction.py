@@ -145,8 +145,8 @@ class Averaging:
     def _reduce(self, grads: Leaves, memory: Memory, step: Any) -> tuple[Leaves, Memory, jax.Array]:
         """Return the means, the next memory, and what this device measures, float32[3]."""
         if self.start_step:
-            # The number of the step is the same on all workers, so all take the same branch: one
-            # that took the other would be waited for forever.
+            # The number of the step is the same on all workers, so all take the same branch: in
+            # different branches they would wait for each other forever.
             with jax.named_scope(WARM_UP):
                 means, after = lax.cond(
                     step < self.start_step, self._exactly, self._encoded, grads, memory

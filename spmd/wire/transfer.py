@@ -43,8 +43,8 @@ OUTER = "outer"  # the outer optimizer's momentum: float32[positions, row], shar
 # XLA starts the exchange of a bucket as soon as its gradients exist: the exchange of one bucket for
 # all would begin only when the backward pass is over.
 BUCKET_BYTES = 25 * 2**20
-# XLA:CPU merges small all-reduces, but no other collectives (jaxlib 0.10). A larger array would be
-# copied into its bucket and out of it.
+# XLA:CPU merges small all-reduces, but no other collectives (jaxlib 0.10). For a larger array,
+# copying it into a bucket and out of it costs more than a collective of its own.
 MAX_EXACT_BUCKET = 2**20  # bytes; a larger exact gradient has a collective of its own
 
 Leaves = dict[str, jax.Array]  # by parameter path

@@ -171,7 +171,7 @@ class Codec(abc.ABC):
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if isinstance(value, np.integer):
-                # A Python number, so that equal codecs are equal and print the same.
+                # A Python number: options are checked by type, and numpy prints np.int64(256).
                 value = int(value)
                 # A frozen dataclass has no other way to set a field.
                 object.__setattr__(self, field.name, value)
@@ -323,8 +323,8 @@ class RowCodec(Codec):
         inner = tuple(axis for axis in bucket.replicated_axes if axis in inside)
         if outer:
             payload = self._encode_bucket(mean, bucket)
-            # Times the number of nodes: one keeps the error that all get, and the contract is about
-            # the mean of `kept` over workers.
+            # Times the number of nodes: the owner alone is charged with an error that all get, and
+            # the contract is about the mean of `kept` over workers.
             lost = (mean - self._decode_bucket(payload, bucket)) * node_count
             kept = lax.dynamic_update_index_in_dim(kept, own_row - lost, index, 0)
             gathered = packed_collective(
@@ -335,7 +335,7 @@ class RowCodec(Codec):
         mean = _reorder(mean, (*outer, *inner), bucket.replicated_axes)
         # 4. what the node lost is charged to the worker that summed for it
         if inside:
-            # Times the number of workers, for the same reason.
+            # Times the number of the node's workers: one of them is charged with the loss of all.
             lost = (node - kept)[:, None] * inside_count
             inside_index = collectives.worker_index(inside)
             own_part = lax.dynamic_slice_in_dim(grid, inside_index, 1, axis=1)
@@ -349,7 +349,8 @@ def packed_collective(payload: Any, rows: int, collective: Callable[[jax.Array],
     have the same dtype.
     """
     leaves, structure = jax.tree.flatten(payload)
-    # A collective has one dtype. As bytes, values and scales are one message with one latency.
+    # One array has one dtype: joined as they are, int8 values would become float32. As bytes,
+    # values and scales are one message with one latency.
     one_dtype = len({leaf.dtype for leaf in leaves}) == 1
     as_sent = leaves
     if not one_dtype:
@@ -369,8 +370,8 @@ def packed_collective(payload: Any, rows: int, collective: Callable[[jax.Array],
 
 
 def flat_mean(parts: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Return the means over workers of several arrays, each float32[elements], in one
-    all-reduce.
+    """Return the means over workers of several arrays [elements], float32 or bfloat16, in one
+    all-reduce; the means are float32.
     """
     joined = jnp.concatenate([part.reshape(-1) for part in parts])
     # Divided in float32: a mean in bfloat16 would be rounded once more.

@@ -31,6 +31,11 @@ FORMS = {
 COUNTS = {"constant": (0, 1), "exponential": (0, 1), "lognormal": (2, 2)}
 
 
+SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+BLOCK = 1024  # times drawn in one call for a worker
+
+
 def parse_compute_time(declared: str | tuple[float, ...]) -> tuple[str, tuple[float, ...]]:
     """The kind of distribution and its numbers; "list" with one per worker; "trace" for a text that
     is neither, and so a path.
@@ -163,18 +168,11 @@ def _parse_latency(text: str) -> float | None:
     return number[0] / PER_SECOND[parts[2]]
 
 
-SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-
-PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
-
 # by key: what an error asks for, and the function that parses it
 PARSERS = {
     "bandwidth": ("a number and bits or bytes per second", _parse_bandwidth),
     "latency": ("a number and a unit of time", _parse_latency),
 }
-
-
-BLOCK = 1024  # times drawn in one call for a worker
 
 
 class Times:
