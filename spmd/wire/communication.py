@@ -18,7 +18,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from spmd.base.path_match import compiled, match_all, matcher
-from spmd.base.specs import Spec
+from spmd.base.specs import Spec, entry_axes, spec_axes
 from spmd.base.tree import Tree, describe, path_of
 from spmd.errors import (
     CommunicationError,
@@ -38,6 +38,7 @@ from spmd.wire.region import (
     FIX_SPLIT,
     Axes,
     as_axes,
+    automatic_sizes,
     axis_sizes,
     bound_sizes,
     check_dtypes,
@@ -61,7 +62,9 @@ OPTIONS = ("codecs", "error_feedback", "memory_dtype", "start_step", "bucket_byt
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("step", "memory"), meta_fields=("axes",)
+    jax.tree_util.register_dataclass,
+    data_fields=("step", "memory"),
+    meta_fields=("axes", "model_specs"),
 )
 @dataclasses.dataclass(frozen=True)
 class WireState:
@@ -73,16 +76,32 @@ class WireState:
         *gradient], sharded over `axes` on dim 0; "codec", the codec's own arrays, [1, ...], equal
         on all workers.
       axes: the mesh axes of the workers, outermost first.
+      model_specs: of gradients that are sharded over other mesh axes, by path.
     """
 
     step: jax.Array
     memory: Memory
     axes: tuple[str, ...]
+    model_specs: tuple[tuple[str, Spec], ...] = ()
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes that `model_specs` name."""
+        return axes_of_specs(self.model_specs)
 
     def specs(self) -> "WireState":
-        """The spec of every leaf."""
-        memory = partition_specs(self.memory, self.axes)
-        return WireState(PartitionSpec(), memory, self.axes)  # type: ignore[arg-type]
+        """The spec of every leaf for `jax.shard_map`, over the workers' axes alone."""
+        return self._with_specs({})
+
+    def placements(self) -> "WireState":
+        """The spec of every leaf on the mesh, over all of its axes."""
+        return self._with_specs(dict(self.model_specs))
+
+    def _with_specs(self, model_specs: Mapping[str, Spec]) -> "WireState":
+        memory = partition_specs(self.memory, self.axes, model_specs)
+        # The place of an array holds its spec here.
+        step: Any = PartitionSpec()
+        return dataclasses.replace(self, step=step, memory=memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,21 +123,72 @@ class Communication:
     inside: tuple[str, ...] = ()
     scatter: bool = False
     rows: bool = False
+    model_specs: tuple[tuple[str, Spec], ...] = ()
 
-    def transfers(self, arrays: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Transfer]:
-        """Return how each gradient is communicated, from its shape on one worker."""
+    def transfers(
+        self,
+        arrays: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        model_sizes: Mapping[str, int] = MappingProxyType({}),
+    ) -> dict[str, Transfer]:
+        """Return how each gradient is communicated, from its shape on one worker.
+
+        Args:
+          sizes: workers along each axis.
+          model_sizes: devices along each axis of `model_specs`.
+        """
         codecs = dict(self.codecs)
         matching = matcher(codecs)
+        model_specs = dict(self._specs_by_path(arrays))
         transfers = {}
         for path, leaf in arrays.items():
             patterns = matching(path)
             codec = self.codec
             if patterns:
                 codec = codecs[patterns[0]]
-            transfers[path] = self._transfer(codec, jnp.shape(leaf), sizes)
+            shape = jnp.shape(leaf)
+            if path in model_specs:
+                spec = model_specs[path]
+                transfers[path] = self._sharded_transfer(
+                    path, codec, shape, spec, sizes, model_sizes
+                )
+            else:
+                transfers[path] = self._transfer(codec, shape, sizes)
         return transfers
 
-    def _transfer(self, codec: Codec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Transfer:
+    def _specs_by_path(self, arrays: Mapping[str, Any]) -> tuple[tuple[str, Spec], ...]:
+        """Return the first of `model_specs` that matches each path, for those that one matches."""
+        model_specs = dict(self.model_specs)
+        matching = matcher(model_specs)
+        matched = {path: matching(path) for path in arrays}
+        return tuple((path, model_specs[found[0]]) for path, found in matched.items() if found)
+
+    def _sharded_transfer(
+        self,
+        path: str,
+        codec: Codec,
+        shape: tuple[int, ...],
+        model_spec: Spec,
+        sizes: Mapping[str, int],
+        model_sizes: Mapping[str, int],
+    ) -> Transfer:
+        """Return how a gradient is communicated whose local shards along other mesh axes are each
+        sent by one device.
+        """
+        local_shape = _local_shape(path, shape, model_spec, model_sizes)
+        return self._transfer(
+            codec,
+            local_shape,
+            sizes,
+            full_shape=shape,
+            model_spec=model_spec,
+            nested=True,
+            codec_states=math.prod(model_sizes[axis] for axis in spec_axes(model_spec)),
+        )
+
+    def _transfer(
+        self, codec: Codec, shape: tuple[int, ...], sizes: Mapping[str, int], **options: Any
+    ) -> Transfer:
         spec: Spec = ()
         if self.scatter:
             spec = shard_spec(shape, sizes)
@@ -127,26 +197,33 @@ class Communication:
         counts = tuple(sizes[axis] for axis in self.axes)
         layout = ShardLayout(shape, spec, self.axes, counts)
         is_sent = any(size > 1 for axis, size in sizes.items() if axis not in self.inside)
-        return make_transfer(codec, layout, error_feedback=self.error_feedback, is_sent=is_sent)
+        return make_transfer(
+            codec, layout, error_feedback=self.error_feedback, is_sent=is_sent, **options
+        )
 
     def init(self, params: Tree) -> WireState:
         """The state at step 0: zero residuals, and the codecs' own arrays. Gradients have the
         shapes of `params`.
         """
         check_patterns([pattern for pattern, _ in self.codecs], params)
+        check_patterns([pattern for pattern, _ in self.model_specs], params, "model_specs")
         memory: Memory = {}
         # Exact gradients need no state, so the mesh need not be known here.
         if not all(codec.lossless for codec in (self.codec, *dict(self.codecs).values())):
             sizes, in_region = axis_sizes(self.axes, params)
             memory = self.init_memory(arrays_by_path(params), sizes, in_region)
-        return WireState(jnp.zeros((), jnp.int32), memory, self.axes)
+        model_specs = self._specs_by_path(arrays_by_path(params))
+        return WireState(jnp.zeros((), jnp.int32), memory, self.axes, model_specs)
 
     def init_memory(
         self, arrays: Mapping[str, Any], sizes: Mapping[str, int], in_region: bool
     ) -> Memory:
         """Zero residuals, and the codecs' own arrays, of gradients with the shapes of `arrays`."""
         workers = count_rows(sizes, in_region=in_region)
-        return init_memory(self.transfers(arrays, sizes), workers, dtype=self.memory_dtype)
+        model_axes = axes_of_specs(self.model_specs)
+        model_sizes, _ = axis_sizes(model_axes, arrays) if model_axes else ({}, False)
+        transfers = self.transfers(arrays, sizes, model_sizes)
+        return init_memory(transfers, workers, dtype=self.memory_dtype)
 
     def update(
         self, grads: Tree, state: WireState, params: Tree = None, **extra: Any
@@ -158,7 +235,8 @@ class Communication:
         check_state(state, WireState, self.axes)
         check_dtypes(by_path)
         by_path = {path: jnp.asarray(leaf) for path, leaf in by_path.items()}
-        transfers = self.transfers(by_path, sizes)
+        model_sizes = automatic_sizes(axes_of_specs(self.model_specs), self.axes)
+        transfers = self.transfers(by_path, sizes, model_sizes)
         check_encodable(by_path, transfers)
         lossless = all(transfer.codec.lossless for transfer in transfers.values())
         check_grads(self.axes, by_path, lossless=lossless)
@@ -169,10 +247,17 @@ class Communication:
                 "is not used.",
                 stacklevel=3,
             )
-        averaging = Averaging(self.axes, transfers, self.bucket_bytes, self.inside, self.start_step)
+        averaging = Averaging(
+            self.axes,
+            transfers,
+            self.bucket_bytes,
+            self.inside,
+            self.start_step,
+            model_axes=model_sizes,
+        )
         means, memory, _ = averaging.reduce(by_path, state.memory, state.step)
         mean_grads = jax.tree.unflatten(jax.tree.structure(grads), list(means.values()))
-        return mean_grads, WireState(state.step + 1, memory, self.axes)
+        return mean_grads, dataclasses.replace(state, step=state.step + 1, memory=memory)
 
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -180,9 +265,9 @@ class Communication:
         return optax.GradientTransformationExtraArgs(self.init, self.update)  # type: ignore[arg-type]
 
 
-def check_patterns(patterns: Iterable[str], params: Tree) -> None:
-    """Refuse a pattern of `codecs` that matches no parameter. In a part of `optax.partition`, it
-    may match one of another part.
+def check_patterns(patterns: Iterable[str], params: Tree, name: str = "codecs") -> None:
+    """Refuse a pattern of the option `name` that matches no parameter. In a part of
+    `optax.partition`, it may match one of another part.
     """
     patterns = list(patterns)
     if not patterns:
@@ -198,7 +283,7 @@ def check_patterns(patterns: Iterable[str], params: Tree) -> None:
             near = closest(pattern, paths)
             if near:
                 fix = f'did you mean "{near}"?'
-            why = f'codecs: the pattern "{pattern}" matches no parameter.'
+            why = f'{name}: the pattern "{pattern}" matches no parameter.'
             raise CommunicationError(why, fix=fix)
 
 
@@ -240,7 +325,7 @@ def _check_memory(transfers: Mapping[str, Transfer], memory: Memory) -> None:
     """Refuse the state of another tree, or one that `jax.shard_map` did not split over workers."""
     shapes = {path: entry[RESIDUAL].shape for path, entry in memory.items() if RESIDUAL in entry}
     needed = {
-        path: (1, *transfer.shard_layout.shape)
+        path: (1, *transfer.shape)
         for path, transfer in transfers.items()
         if transfer.error_feedback
     }
@@ -280,6 +365,7 @@ def make_communication(
     inside: tuple[str, ...] = (),
     scatter: bool = False,
     rows: bool = False,
+    model_specs: Any = None,
     on_or_off: tuple[str, str] = ("error_feedback=True.", "error_feedback=False."),
     parameters: tuple[str, ...] = ("codec",),
 ) -> Communication:
@@ -312,7 +398,13 @@ def make_communication(
         compiled(pattern)  # raises if it is none
     given_options = {**options, "codecs": tuple(codecs.items())}
     communication = Communication(
-        names, codec, inside=inside, scatter=scatter, rows=rows, **given_options
+        names,
+        codec,
+        inside=inside,
+        scatter=scatter,
+        rows=rows,
+        model_specs=_check_model_specs(model_specs, names),
+        **given_options,
     )
     memory_dtype = communication.memory_dtype
     if memory_dtype not in ("float32", "bfloat16"):
@@ -335,6 +427,76 @@ def _check_codecs(codecs: Any) -> dict[str, Any]:
             fix='codecs by a pattern of parameter paths, such as {"**/bias": wire.exact()}.',
         )
     return dict(codecs)
+
+
+def _check_model_specs(model_specs: Any, axes: tuple[str, ...]) -> tuple[tuple[str, Spec], ...]:
+    """Return specs by pattern; refuse what is none, and axes of the workers in them."""
+    model_specs = model_specs or {}
+    fix = (
+        "specs by a pattern of parameter paths, such as "
+        '{"**/kernel": PartitionSpec(None, "model")}.'
+    )
+    if not isinstance(model_specs, Mapping):
+        raise OptionError(f"model_specs={short_repr(model_specs)}.", fix=fix)
+    checked = []
+    for pattern, spec in model_specs.items():
+        if not isinstance(pattern, str) or not _is_spec(spec):
+            shown = f"{short_repr(pattern)}: {short_repr(spec)}"
+            raise OptionError(f"model_specs={{{shown}}}.", fix=fix)
+        compiled(pattern)  # raises if it is none
+        names = spec_axes(tuple(spec))
+        repeated = [axis for axis in names if axis in axes or names.count(axis) > 1]
+        if repeated:
+            why = f'model_specs["{pattern}"]={spec}: the axis "{repeated[0]}" is twice in it, or '
+            why += "one of the workers'."
+            raise OptionError(why, fix="each axis once, and none of the workers'.")
+        checked.append((pattern, tuple(spec)))
+    return tuple(checked)
+
+
+def _is_spec(spec: Any) -> bool:
+    """Return whether this is a `PartitionSpec` that names an axis."""
+    # Not every version of JAX has made it a tuple, and it may hold PartitionSpec.UNCONSTRAINED.
+    if not isinstance(spec, PartitionSpec):
+        return False
+    entries = tuple(spec)
+    return any(entries) and all(
+        entry is None or isinstance(entry, str | tuple) for entry in entries
+    )
+
+
+def axes_of_specs(model_specs: Iterable[tuple[str, Spec]]) -> tuple[str, ...]:
+    """Return the mesh axes of specs, each once."""
+    return tuple(dict.fromkeys(axis for _, spec in model_specs for axis in spec_axes(spec)))
+
+
+def _local_shape(
+    path: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Return the shape of one device's shard of a gradient.
+
+    Raises:
+      CommunicationError: the gradient has fewer dims than the spec, or one that the devices do not
+        divide.
+    """
+    if len(spec) > len(shape):
+        raise CommunicationError(
+            f"the gradient {path} has {len(shape)} dims, and its spec in model_specs {len(spec)}.",
+            fix="a spec with at most one entry for each dim.",
+            path=path,
+        )
+    local_shape = list(shape)
+    for dim, entry in enumerate(spec):
+        devices = math.prod(sizes[axis] for axis in entry_axes(entry))
+        if shape[dim] % devices:
+            raise CommunicationError(
+                f"the gradient {path} is {list(shape)}: {devices} devices along "
+                f"{join_names(entry_axes(entry))} do not divide dim {dim}.",
+                fix="a spec of dims that they divide.",
+                path=path,
+            )
+        local_shape[dim] //= devices
+    return tuple(local_shape)
 
 
 def _check_feedback(

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from spmd.base.tree import Tree
 from spmd.base.xla import shard_map
 from spmd.wire.comm_log import CommLog, read_collectives
-from spmd.wire.states import check_mesh, check_transformation, local_params
+from spmd.wire.states import check_mesh, check_transformation, local_params, model_axes_of
 
 
 def comm_log(
@@ -63,8 +63,13 @@ def comm_log(
         return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
     spec = PartitionSpec()
-    mapped = shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=mesh.axis_names)
-    program = jax.make_jaxpr(mapped)(jax.tree.map(abstract, shapes))
+    params = jax.tree.map(abstract, shapes)
+    abstract_mesh = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    with jax.sharding.use_abstract_mesh(abstract_mesh):
+        model_axes = model_axes_of(jax.eval_shape(tx.init, params))
+    manual = tuple(axis for axis in mesh.axis_names if axis not in model_axes)
+    mapped = shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual)
+    program = jax.make_jaxpr(mapped)(params)
     return read_collectives(program.jaxpr, sizes)
 
 

@@ -81,7 +81,12 @@ class Averaging:
 
     def memory_specs(self, memory: Memory) -> Tree:
         """Return the spec of every array of a memory."""
-        return memory_specs(memory, self.axes, self.transfers)
+        model_specs = {
+            path: transfer.model_spec
+            for path, transfer in self.transfers.items()
+            if transfer.nested
+        }
+        return memory_specs(memory, self.axes, model_specs)
 
     def reduce(
         self, grads: Leaves, memory: Memory, step: Any = 0

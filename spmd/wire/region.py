@@ -61,6 +61,29 @@ def bound_sizes(axes: tuple[str, ...]) -> dict[str, int]:
     return sizes
 
 
+def automatic_sizes(model_axes: tuple[str, ...], axes: tuple[str, ...]) -> dict[str, int]:
+    """Devices along each mesh axis over which XLA shards arrays inside the region.
+
+    Args:
+      model_axes: the axes.
+      axes: those of the workers.
+
+    Raises:
+      CommunicationError: an axis is manual here, or the mesh lacks it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    check_axes(model_axes, mesh.axis_names)
+    for axis in model_axes:
+        if axis in mesh.manual_axes:
+            needed = ", ".join(f'"{name}"' for name in axes)
+            raise CommunicationError(
+                f'model_specs: the mesh axis "{axis}" is manual here, so gradients are local '
+                "shards along it already.",
+                fix=f"no model_specs; or jax.shard_map(..., axis_names={{{needed}}}).",
+            )
+    return {axis: mesh.shape[axis] for axis in model_axes}
+
+
 def _not_manual(axis: str, axes: tuple[str, ...]) -> CommunicationError:
     """Return the error for one of these axes that is not manual."""
     manual = jax.sharding.get_abstract_mesh().manual_axes

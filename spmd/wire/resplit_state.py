@@ -14,7 +14,7 @@ from spmd.errors import CommunicationError, join_names, type_name
 from spmd.wire.communication import WireState
 from spmd.wire.local_steps import LocalState
 from spmd.wire.server.transformation import ServerState
-from spmd.wire.states import init, place, specs
+from spmd.wire.states import init, place
 from spmd.wire.transfer import CODEC, RESIDUAL, Memory
 from spmd.wire.zero import ZeroState
 
@@ -103,7 +103,7 @@ def resplit(tx: optax.GradientTransformation, state: Any, params: Tree, mesh: Me
     if jax.tree.structure(state, is_leaf=_is_ours) != jax.tree.structure(fresh, is_leaf=_is_ours):
         raise CommunicationError("resplit: the state is not that of this transformation.", fix=FIX)
     state_of_mesh = jax.tree.map(_keep, state, fresh, is_leaf=_is_ours)
-    return place(state_of_mesh, mesh, specs(state_of_mesh))
+    return place(state_of_mesh, mesh)
 
 
 def _is_ours(node: Any) -> bool:
@@ -118,7 +118,8 @@ def _keep(old: Any, fresh: Any) -> Any:
         raise CommunicationError(why, fix=FIX)
     if isinstance(old, WireState):
         step = _keep_array("step", old.step, fresh.step)
-        return WireState(step, _keep_memory(old.memory, fresh.memory), fresh.axes)
+        memory = _keep_memory(old.memory, fresh.memory)
+        return dataclasses.replace(fresh, step=step, memory=memory)
     if isinstance(old, ZeroState):
         wire = _keep(old.wire, fresh.wire)
         inner = map_paths(_keep_array, old.inner, fresh.inner)

@@ -62,17 +62,25 @@ def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh | AbstractMe
         with jax.sharding.use_abstract_mesh(mesh):
             state = jax.eval_shape(tx.init, params)
     for node in _nodes(state, _has_specs):
-        check_axes(getattr(node, "axes", ()), mesh.axis_names)
-    split = specs(state)
+        check_axes((*getattr(node, "axes", ()), *model_axes_of(node)), mesh.axis_names)
+    specs(state)  # raises if workers would diverge
     if not isinstance(mesh, Mesh):
         return state
-    return place(state, mesh, split)
+    return place(state, mesh)
 
 
-def place(state: Tree, mesh: Mesh, split: Tree) -> Tree:
-    """Return a state with each array on a mesh, by a tree of specs like it."""
+def model_axes_of(state: Tree) -> tuple[str, ...]:
+    """Return the mesh axes that stay automatic in `jax.shard_map` around an update."""
+    nodes = _nodes(state, lambda node: hasattr(node, "model_axes"))
+    return tuple(dict.fromkeys(axis for node in nodes for axis in node.model_axes))
+
+
+def place(state: Tree, mesh: Mesh) -> Tree:
+    """Return a state with each array on a mesh, sharded over all axes that its specs name."""
     return jax.tree.map(
-        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, split
+        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)),
+        state,
+        _map_nodes(state, _placements),
     )
 
 
@@ -110,12 +118,29 @@ def specs(state: Tree) -> Tree:
     _check_masked(state)
     _check_order(state)
 
+    return _map_nodes(state, lambda node: node.specs())
+
+
+def _map_nodes(state: Tree, function: Callable[[Any], Any]) -> Tree:
+    """Return the specs that a function gives for states of communications, and `PartitionSpec()`
+    for all else.
+    """
+
     def node_specs(node: Any) -> Any:
         if _has_specs(node):
-            return node.specs()
+            return function(node)
         return PartitionSpec()
 
     return jax.tree.map(node_specs, state, is_leaf=_has_specs)
+
+
+def _placements(node: Any) -> Any:
+    """Return the specs of a state on the mesh, which may have more axes than `jax.shard_map` splits
+    it over.
+    """
+    if hasattr(node, "placements"):
+        return node.placements()
+    return node.specs()
 
 
 def local_params(state: Tree, params: Tree) -> Tree:

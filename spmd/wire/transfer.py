@@ -177,6 +177,8 @@ def init_memory(
         if key is None:
             # The same key on every worker: P of PowerSGD is a mean only if all workers have one Q.
             keys = jax.random.fold_in(jax.random.key(0), number)[None]
+            if transfer.codec_states > 1:
+                keys = jax.random.split(keys[0], transfer.codec_states)
         else:
             keys = jax.random.split(jax.random.fold_in(key, number), transfer.codec_states)
         arrays = transfer.codec_arrays(keys)
@@ -187,29 +189,30 @@ def init_memory(
     return memory
 
 
-def partition_specs(memory: Memory, axes: tuple[str, ...]) -> Tree:
+def partition_specs(
+    memory: Memory,
+    axes: tuple[str, ...],
+    model_specs: Mapping[str, Spec] = MappingProxyType({}),
+) -> Tree:
     """Return `memory_specs` as `jax.sharding.PartitionSpec`s."""
-    specs = memory_specs(memory, axes)
+    specs = memory_specs(memory, axes, model_specs)
     return jax.tree.map(pspec, specs, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def memory_specs(
     memory: Memory,
     axes: tuple[str, ...],
-    transfers: Mapping[str, Transfer] = MappingProxyType({}),
+    model_specs: Mapping[str, Spec] = MappingProxyType({}),
 ) -> Tree:
     """Return the spec of every array of a memory.
 
     Args:
       axes: of the workers.
-      transfers: of gradients that are sharded over other axes, too.
+      model_specs: of gradients that are sharded over other axes, too, by path.
     """
     specs: Memory = {}
     for path, entry in memory.items():
-        model_spec: Spec = ()
-        transfer = transfers.get(path)
-        if transfer is not None and transfer.nested:
-            model_spec = transfer.model_spec
+        model_spec = model_specs.get(path, ())
         of_codec: Spec = ()
         model_axes = spec_axes(model_spec)
         if model_axes:

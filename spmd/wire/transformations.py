@@ -5,9 +5,11 @@ their mean over the workers along some mesh axes. Its state is ordinary optimize
 parameter path; `specs` says how `jax.shard_map` splits it.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import optax
+from jax.sharding import PartitionSpec
 
 from spmd.errors import (
     OptionError,
@@ -23,7 +25,11 @@ from spmd.wire.region import (
 
 
 def all_reduce(
-    axes: Axes, codec: Codec = EXACT, **options: Any
+    axes: Axes,
+    codec: Codec = EXACT,
+    *,
+    model_specs: Mapping[str, PartitionSpec] | None = None,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """The mean gradients, equal on every worker. Comes first in `optax.chain`; the rest of the loop
     stays as it is.
@@ -31,6 +37,10 @@ def all_reduce(
     Args:
       axes: mesh axes of the workers, outermost first.
       codec: what is sent. A gradient that it does not make smaller is sent exactly.
+      model_specs: of gradients that are sharded over other mesh axes, which `jax.shard_map` leaves
+        automatic (`axis_names`), by a pattern of parameter paths:
+        `{"**/kernel": PartitionSpec(None, "model")}`. Each device then sends its local shard;
+        without it, XLA's partitioner gathers the gradient first.
       options: the names below.
       codecs: other codecs, by a pattern of parameter paths: `{"**/embedding": wire.exact()}`; the
         first that matches counts.
@@ -64,7 +74,10 @@ def all_reduce(
       >>> step(params, state, {"w": jnp.ones(4)})[0]["w"].tolist()
       [0.5, 0.5, 0.5, 0.5]
     """
-    return make_communication(axes, codec, options).transformation
+    communication = make_communication(
+        axes, codec, options, model_specs=model_specs, parameters=("codec", "model_specs")
+    )
+    return communication.transformation
 
 
 def reduce_scatter(
