@@ -18,7 +18,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from spmd.base.path_match import compiled, match_all, matcher
-from spmd.base.specs import Spec, entry_axes, spec_axes
+from spmd.base.specs import Spec, entry_axes, pspec, spec_axes
 from spmd.base.tree import Tree, describe, path_of
 from spmd.errors import (
     CommunicationError,
@@ -157,11 +157,18 @@ class Communication:
         return transfers
 
     def _specs_by_path(self, arrays: Mapping[str, Any]) -> tuple[tuple[str, Spec], ...]:
-        """Return the first of `model_specs` that matches each path, for those that one matches."""
+        """Return the spec of each gradient that is sharded over other mesh axes: the first of
+        `model_specs` that matches its path, if it names an axis.
+        """
         model_specs = dict(self.model_specs)
         matching = matcher(model_specs)
-        matched = {path: matching(path) for path in arrays}
-        return tuple((path, model_specs[found[0]]) for path, found in matched.items() if found)
+        by_path = []
+        for path, leaf in arrays.items():
+            patterns = matching(path)
+            # XLA has no sharding of an array without elements (jaxlib 0.10).
+            if patterns and all(jnp.shape(leaf)) and spec_axes(model_specs[patterns[0]]):
+                by_path.append((path, model_specs[patterns[0]]))
+        return tuple(by_path)
 
     def _sharded_transfer(
         self,
@@ -233,6 +240,7 @@ class Communication:
         sizes = bound_sizes(self.axes)
         by_path = arrays_by_path(grads)
         check_state(state, WireState, self.axes)
+        self._check_model_specs(state, by_path)
         check_dtypes(by_path)
         by_path = {path: jnp.asarray(leaf) for path, leaf in by_path.items()}
         model_sizes = automatic_sizes(axes_of_specs(self.model_specs), self.axes)
@@ -258,6 +266,19 @@ class Communication:
         means, memory, _ = averaging.reduce(by_path, state.memory, state.step)
         mean_grads = jax.tree.unflatten(jax.tree.structure(grads), list(means.values()))
         return mean_grads, dataclasses.replace(state, step=state.step + 1, memory=memory)
+
+    def _check_model_specs(self, state: WireState, arrays: Mapping[str, Any]) -> None:
+        """Refuse the state of a transformation with other `model_specs`."""
+        needed = dict(self._specs_by_path(arrays))
+        specs = dict(state.model_specs)
+        for path in (*needed, *specs):
+            if needed.get(path) != specs.get(path):
+                raise CommunicationError(
+                    f"model_specs: {path} has {pspec(needed.get(path, ()))} here, and "
+                    f"{pspec(specs.get(path, ()))} in the state.",
+                    fix="the state that init of this transformation, or its last update, returned.",
+                    path=path,
+                )
 
     @property
     def transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -355,6 +376,15 @@ def _check_codec_states(transfers: Mapping[str, Transfer], memory: Memory) -> No
                 fix="init with these parameters.",
                 path=path,
             )
+        counts = {leaf.shape[0] for leaf in arrays.values()}
+        if counts - {transfer.codec_states}:
+            raise CommunicationError(
+                f"the state is not that of these gradients: {transfer.codec} needs its arrays for "
+                f"{transfer.codec_states} shards of {path}, and the state has them for "
+                f"{min(counts)}.",
+                fix="init with these parameters, on this mesh.",
+                path=path,
+            )
 
 
 def make_communication(
@@ -375,6 +405,9 @@ def make_communication(
     caller's own, beside `options`.
     """
     for name in options:
+        if name == "model_specs":
+            why = "no option model_specs: of the transformations, wire.all_reduce alone has it."
+            raise OptionError(why, fix="wire.all_reduce.")
         if name not in OPTIONS:
             raise OptionError(f"no option {name}.", fix=did_you_mean(name, (*parameters, *OPTIONS)))
     names = as_axes(axes)
@@ -431,7 +464,8 @@ def _check_codecs(codecs: Any) -> dict[str, Any]:
 
 def _check_model_specs(model_specs: Any, axes: tuple[str, ...]) -> tuple[tuple[str, Spec], ...]:
     """Return specs by pattern; refuse what is none, and axes of the workers in them."""
-    model_specs = model_specs or {}
+    if model_specs is None:
+        return ()
     fix = (
         "specs by a pattern of parameter paths, such as "
         '{"**/kernel": PartitionSpec(None, "model")}.'
@@ -445,24 +479,28 @@ def _check_model_specs(model_specs: Any, axes: tuple[str, ...]) -> tuple[tuple[s
             raise OptionError(f"model_specs={{{shown}}}.", fix=fix)
         compiled(pattern)  # raises if it is none
         names = spec_axes(tuple(spec))
-        repeated = [axis for axis in names if axis in axes or names.count(axis) > 1]
-        if repeated:
-            why = f'model_specs["{pattern}"]={spec}: the axis "{repeated[0]}" is twice in it, or '
-            why += "one of the workers'."
-            raise OptionError(why, fix="each axis once, and none of the workers'.")
+        for axis in names:
+            if axis in axes:
+                why = f'model_specs["{pattern}"]={spec}: "{axis}" is an axis of the workers, each '
+                why += "of whom has a gradient of its own."
+                raise OptionError(why, fix="a spec over other axes.")
+            if names.count(axis) > 1:
+                why = f'model_specs["{pattern}"]={spec}: the axis "{axis}" is twice in it.'
+                raise OptionError(why, fix="each axis once.")
         checked.append((pattern, tuple(spec)))
     return tuple(checked)
 
 
 def _is_spec(spec: Any) -> bool:
-    """Return whether this is a `PartitionSpec` that names an axis."""
-    # Not every version of JAX has made it a tuple, and it may hold PartitionSpec.UNCONSTRAINED.
+    """Return whether this is a `PartitionSpec` of names alone."""
     if not isinstance(spec, PartitionSpec):
         return False
-    entries = tuple(spec)
-    return any(entries) and all(
-        entry is None or isinstance(entry, str | tuple) for entry in entries
-    )
+    for entry in spec:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        # It may hold PartitionSpec.UNCONSTRAINED, too.
+        if entry is not None and not all(isinstance(name, str) for name in names):
+            return False
+    return True
 
 
 def axes_of_specs(model_specs: Iterable[tuple[str, Spec]]) -> tuple[str, ...]:

@@ -64,9 +64,16 @@ def comm_log(
 
     spec = PartitionSpec()
     params = jax.tree.map(abstract, shapes)
-    abstract_mesh = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-    with jax.sharding.use_abstract_mesh(abstract_mesh):
-        model_axes = model_axes_of(jax.eval_shape(tx.init, params))
+    # Asked for in a region: the `init` of a user's transformation may ask which worker it is.
+    model_axes: list[str] = []
+
+    def find_model_axes(params: Tree) -> None:
+        model_axes.extend(model_axes_of(tx.init(params)))
+
+    probe = shard_map(
+        find_model_axes, mesh=mesh, in_specs=spec, out_specs=None, axis_names=mesh.axis_names
+    )
+    jax.eval_shape(probe, params)
     manual = tuple(axis for axis in mesh.axis_names if axis not in model_axes)
     mapped = shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=manual)
     program = jax.make_jaxpr(mapped)(params)

@@ -71,7 +71,12 @@ def automatic_sizes(model_axes: tuple[str, ...], axes: tuple[str, ...]) -> dict[
     Raises:
       CommunicationError: an axis is manual here, or the mesh lacks it.
     """
+    if not model_axes:
+        return {}
     mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.axis_names:
+        why = "model_specs: there is no mesh here, such as under jax.vmap."
+        raise CommunicationError(why, fix="jax.shard_map on a mesh with these axes.")
     check_axes(model_axes, mesh.axis_names)
     for axis in model_axes:
         if axis in mesh.manual_axes:

@@ -153,6 +153,9 @@ def _keep_memory(old: Memory, fresh: Memory) -> Memory:
             memory[path][RESIDUAL] = _keep_rows(path, before[RESIDUAL], entry[RESIDUAL])
         if CODEC in entry and before.get(CODEC, {}).keys() == entry[CODEC].keys():
             arrays = entry[CODEC].items()
+            # Of another number of shards along other axes: begun anew, as the state at step 0.
+            if any(jnp.shape(before[CODEC][name])[0] != leaf.shape[0] for name, leaf in arrays):
+                continue
             memory[path][CODEC] = {
                 name: _keep_array(path, before[CODEC][name], leaf) for name, leaf in arrays
             }

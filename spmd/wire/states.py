@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from spmd.base.specs import keep_axes, pspec
 from spmd.base.tree import Tree, describe
 from spmd.errors import (
     CommunicationError,
@@ -36,7 +37,8 @@ def init(tx: optax.GradientTransformation, params: Tree, mesh: Mesh | AbstractMe
       mesh: with the axes that `tx` names.
 
     Returns:
-      The state, residuals sharded over their workers and all else replicated.
+      The state: residuals are sharded over their workers, and those of `model_specs` over other
+      axes, too. All else is replicated, or sharded over these other axes as `tx.init` has made it.
 
     Raises:
       CommunicationError: the mesh lacks an axis, a pattern of `codecs` matches no parameter, or as
@@ -77,10 +79,22 @@ def model_axes_of(state: Tree) -> tuple[str, ...]:
 
 def place(state: Tree, mesh: Mesh) -> Tree:
     """Return a state with each array on a mesh, sharded over all axes that its specs name."""
+    model_axes = model_axes_of(state)
+
+    def placement(node: Any) -> Any:
+        if hasattr(node, "placements"):
+            return node.placements()
+        if _has_specs(node):
+            return node.specs()
+        sharding = getattr(node, "sharding", None)
+        # Moments of parameters that are sharded over these axes are sharded likewise.
+        if isinstance(sharding, NamedSharding):
+            return pspec(keep_axes(tuple(sharding.spec), model_axes))
+        return PartitionSpec()
+
+    placements = jax.tree.map(placement, state, is_leaf=_has_specs)
     return jax.tree.map(
-        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)),
-        state,
-        _map_nodes(state, _placements),
+        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), state, placements
     )
 
 
@@ -118,29 +132,12 @@ def specs(state: Tree) -> Tree:
     _check_masked(state)
     _check_order(state)
 
-    return _map_nodes(state, lambda node: node.specs())
-
-
-def _map_nodes(state: Tree, function: Callable[[Any], Any]) -> Tree:
-    """Return the specs that a function gives for states of communications, and `PartitionSpec()`
-    for all else.
-    """
-
     def node_specs(node: Any) -> Any:
         if _has_specs(node):
-            return function(node)
+            return node.specs()
         return PartitionSpec()
 
     return jax.tree.map(node_specs, state, is_leaf=_has_specs)
-
-
-def _placements(node: Any) -> Any:
-    """Return the specs of a state on the mesh, which may have more axes than `jax.shard_map` splits
-    it over.
-    """
-    if hasattr(node, "placements"):
-        return node.placements()
-    return node.specs()
 
 
 def local_params(state: Tree, params: Tree) -> Tree:

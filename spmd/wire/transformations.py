@@ -39,8 +39,9 @@ def all_reduce(
       codec: what is sent. A gradient that it does not make smaller is sent exactly.
       model_specs: of gradients that are sharded over other mesh axes, which `jax.shard_map` leaves
         automatic (`axis_names`), by a pattern of parameter paths:
-        `{"**/kernel": PartitionSpec(None, "model")}`. Each device then sends its local shard;
-        without it, XLA's partitioner gathers the gradient first.
+        `{"**/kernel": PartitionSpec(None, "model")}`; the first that matches counts. Each device
+        then sends its local shard; without it, XLA's partitioner gathers a gradient that a codec
+        encodes first.
       options: the names below.
       codecs: other codecs, by a pattern of parameter paths: `{"**/embedding": wire.exact()}`; the
         first that matches counts.

@@ -188,7 +188,11 @@ def test_a_loop_trains_as_one_device(mesh):
 REFUSED = {
     "not specs": ({"up": "model"}, "model_specs={'up': 'model'}"),
     "a list": ([P("model")], "model_specs="),
-    "the workers' axis": ({"up": P("data")}, 'the axis "data" is twice in it, or one of'),
+    "a spec alone": (P(), "model_specs="),
+    "a tuple": ({"up": (None, "model")}, "model_specs="),
+    "a number in a tuple": ({"up": P(("model", 3))}, "model_specs="),
+    "unconstrained": ({"up": P(P.UNCONSTRAINED)}, "model_specs="),
+    "the workers' axis": ({"up": P("data")}, '"data" is an axis of the workers'),
     "an axis twice": ({"up": P("model", "model")}, 'the axis "model" is twice in it'),
 }
 
@@ -246,3 +250,90 @@ def test_state_on_another_number_of_workers_stays_sharded(mesh):
         )
     residual = moved.memory["up"]["residual"]
     assert residual.sharding.shard_shape(residual.shape) == (1, 16, 32)
+
+
+def test_other_transformations_say_which_one_has_the_option():
+    with pytest.raises(OptionError, match=r"wire\.all_reduce alone has it"):
+        wire.reduce_scatter("data", model_specs=SPECS)
+
+
+def test_first_spec_that_matches_counts_and_may_name_no_axis(mesh):
+    tx = wire.all_reduce("data", model_specs={"up": P(), "*": P("model")})
+    state = wire.init(tx, {"up": jnp.zeros((4, 4)), "down": jnp.zeros((4, 4))}, mesh)
+    assert state.model_specs == (("down", ("model",)),)
+
+
+@pytest.mark.parametrize("name", ["int8", "power_sgd"])
+def test_state_of_other_specs_is_refused(mesh, name):
+    codec, error_feedback = CODECS[name]
+    params = {"down": jnp.zeros((64, 16))}
+    with_specs = transformation(codec, error_feedback, model_specs={"down": P("model")})
+    without = transformation(codec, error_feedback)
+    for tx, other in ((with_specs, without), (without, with_specs)):
+        state = wire.init(other, params, mesh)
+        split = wire.specs(state)
+        mapped = jax.shard_map(
+            tx.update,
+            mesh=mesh,
+            in_specs=(P(), split),
+            out_specs=(P(), split),
+            axis_names={"data"},
+            check_vma=False,
+        )
+        with pytest.raises(CommunicationError, match="model_specs: down has"):
+            jax.eval_shape(mapped, params, state)
+
+
+def test_gradient_without_elements_is_left_as_it_is(mesh):
+    tx = wire.all_reduce("data", wire.int8(), model_specs={"*": P("model")})
+    params = {"empty": jnp.zeros((0, 64)), "up": jnp.ones((16, 64))}
+    state = wire.init(tx, params, mesh)
+    split = wire.specs(state)
+    mapped = jax.jit(
+        jax.shard_map(
+            tx.update,
+            mesh=mesh,
+            in_specs=(P(), split),
+            out_specs=(P(), split),
+            axis_names={"data"},
+            check_vma=False,
+        )
+    )
+    mean, _ = mapped(params, state)
+    assert mean["empty"].shape == (0, 64)
+    assert np.array_equal(mean["up"], params["up"])
+
+
+def test_moments_stay_sharded(mesh):
+    params = {
+        "up": jax.device_put(jnp.zeros((16, 64)), NamedSharding(mesh, P(None, "model"))),
+        "bias": jax.device_put(jnp.zeros(64), NamedSharding(mesh, P("data"))),
+    }
+    tx = optax.chain(wire.all_reduce("data", model_specs={"up": P(None, "model")}), optax.adam(0.1))
+    moments = wire.init(tx, params, mesh)[1][0].mu
+    assert moments["up"].sharding.spec == P(None, "model")
+    assert moments["bias"].sharding.is_fully_replicated
+
+
+def test_bytes_of_a_transformation_whose_init_asks_for_its_worker():
+    def init(params):
+        return jax.lax.axis_index("data")
+
+    own = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+    tx = optax.chain(wire.all_reduce("data", model_specs=SPECS), own)
+    both = AbstractMesh((WORKERS, DEVICES), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    alone = wire.all_reduce("data", model_specs=SPECS)
+    assert wire.bytes_sent(tx, params, both) == wire.bytes_sent(alone, params, both)
+
+
+def test_codec_arrays_begin_anew_on_another_number_of_shards(mesh):
+    tx = wire.all_reduce("data", wire.power_sgd(rank=2), error_feedback=True, model_specs=SPECS)
+    _, state = mean_by_steps(mesh, tx, 1)
+    other = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    moved = wire.resplit(tx, state, params, other)
+    fresh = wire.init(tx, params, other)
+    for path in ("up", "down"):
+        for name, leaf in fresh.memory[path]["codec"].items():
+            assert np.array_equal(moved.memory[path]["codec"][name], leaf)
