@@ -78,7 +78,14 @@ def open_output(
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
     with name_errors(path):
-        file = os.open(path, os.O_RDONLY)
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except PermissionError:
+            if not path.is_dir():
+                raise
+            # A folder that may be written but not read: it is synced with everything else.
+            os.sync()
+            return
         try:
             os.fsync(file)
         except OSError as error:

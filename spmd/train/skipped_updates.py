@@ -74,7 +74,7 @@ def skip_spikes(
     gradient. Meshes sum these in other orders, so a value within rounding of the limit may be
     skipped on one only.
 
-    It goes around all of the optimizer, a clip included: `skip_spikes(optax.chain(clip, adamw))`.
+    Wrap the entire optimizer, including a gradient clip: `skip_spikes(optax.chain(clip, adamw))`.
     The loss is optax's extra argument `value`, which `fit` and `Trainer.step` pass; without it,
     only the norm is looked at. They measure `grad_norm` and `skipped` (0 or 1), and of skipped
     steps `loss_limit`, `grad_norm_limit` and `skips_left`. `fit` logs a warning for each skipped

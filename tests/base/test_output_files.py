@@ -3,6 +3,8 @@ once, by a real limit of the system.
 """
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import optax
@@ -150,3 +152,20 @@ def test_run_names_its_file_of_metrics(tmp_path):
         == f"the file {tmp_path}/run/metrics.jsonl cannot be written: File too large.\n    fix: "
         "another path."
     )
+
+
+def test_folder_that_may_be_written_but_not_read(tmp_path, monkeypatch):
+    """Opening it fails as for a user without the right to read, which root always has."""
+    given = os.open
+    synced = []
+
+    def refuse_folders(path, *options):
+        if Path(path).is_dir():
+            raise PermissionError(13, "Permission denied")
+        return given(path, *options)
+
+    monkeypatch.setattr(os, "open", refuse_folders)
+    monkeypatch.setattr(os, "sync", lambda: synced.append("everything"))
+    replace_text(tmp_path / "layout.toml", "x = 1")
+    assert (tmp_path / "layout.toml").read_text() == "x = 1"
+    assert synced == ["everything"]
