@@ -37,7 +37,15 @@ _NAMES = {
     "spmd.layout.precision": ("Precision",),
     "spmd.layout.trained": ("Adapter", "Train"),
     "spmd.layout.remat": ("Remat",),
-    "spmd.layout.schema": ("Attention", "Default", "Layout", "Memory", "OptimizerState", "Rule"),
+    "spmd.layout.schema": (
+        "Attention",
+        "Default",
+        "Layout",
+        "Memory",
+        "OptimizerState",
+        "Recurrence",
+        "Rule",
+    ),
     "spmd.mesh": ("MeshSpec", "make_mesh", "simulate_devices"),
     "spmd.models.functional": ("FunctionalModel",),
     "spmd.planner.calibration": ("Calibration", "calibrate"),
@@ -97,6 +105,7 @@ if TYPE_CHECKING:
         Layout as Layout,
         Memory as Memory,
         OptimizerState as OptimizerState,
+        Recurrence as Recurrence,
         Rule as Rule,
     )
     from spmd.layout.trained import Adapter as Adapter, Train as Train

@@ -95,6 +95,18 @@ def varying_axes(x: Any) -> frozenset[str]:
     return kind.vma
 
 
+def varying_alike(values: list[Any]) -> list[Any]:
+    """Arrays that are taken to vary along the same manual mesh axes: those of any of them."""
+    axes = frozenset[str]().union(*map(varying_axes, values))
+    alike = []
+    for value in values:
+        missing = tuple(sorted(axes - varying_axes(value)))
+        if missing:
+            value = lax.pcast(value, missing, to="varying")
+        alike.append(value)
+    return alike
+
+
 def replicate(x: jax.Array) -> jax.Array:
     """The array replicated over its mesh, bit for bit; all processes call this."""
     sharding = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ OTHERS = (
     "sequence",
     "experts",
     "attention",
+    "recurrence",
     "train",
     "compiler",
 )

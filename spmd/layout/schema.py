@@ -21,6 +21,8 @@ from spmd.wire.server.declaration import ParameterServer
 
 # Implementations of attention.
 IMPLEMENTATIONS = ("auto", "as_written", "cudnn", "triton", "splash", "chunked")
+# of loops over time
+LOOPS = ("auto", "as_written", "hoisted")
 
 # Values of tables that may be given as dicts. A bool is an int in Python, and is no size.
 _FITS: dict[str, Callable[[Any], bool]] = {
@@ -167,6 +169,34 @@ class Attention:
 
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """The implementation of loops over time.
+
+    `implementation` is "hoisted": what does not depend on the step before is computed for all time
+    steps at once, before the loop, such as a cell's product with its input; the gradients of
+    recurrent weights are one product over all steps, after the loop of the backward pass. So are
+    all loops of a model, also those of `nnx.RNN` and `linen.RNN`. "auto": those of
+    `spmd.nn.RNNStack` and `spmd.nn.Bidirectional`; others are as the model has them. "as_written":
+    all are.
+
+    Args:
+      implementation: see above.
+
+    Example:
+      >>> Layout(recurrence=Recurrence("hoisted")).recurrence.implementation
+      'hoisted'
+    """
+
+    implementation: str = "auto"
+
+    def __post_init__(self):
+        if self.implementation not in LOOPS:
+            why = f"Recurrence(implementation={short_repr(self.implementation)})."
+            raise OptionError(why, fix=did_you_mean(str(self.implementation), LOOPS))
+
+
+@trims_tracebacks
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """A layout: the place of every array and the reduction of gradients. `mesh` and `axes` may be
     given as dicts.
@@ -190,6 +220,7 @@ class Layout:
       sequence: the axis over which `spmd.nn.attention` shards sequences.
       experts: the axis over which `spmd.nn.MixtureOfExperts` shards experts.
       attention: its implementation.
+      recurrence: the implementation of loops over time.
       precision: dtypes of the products of layers.
       train: which parameters are trained.
       adapters: low-rank adapters.
@@ -223,6 +254,7 @@ class Layout:
     sequence: Sequence = Sequence()  # noqa: RUF009
     experts: Experts = Experts()  # noqa: RUF009
     attention: Attention = Attention()
+    recurrence: Recurrence = Recurrence()
     precision: tuple[Precision, ...] = ()  # of products of weights: paths are of modules
     train: Train = Train()  # noqa: RUF009
     adapters: tuple[Adapter, ...] = ()  # paths are of modules

@@ -29,7 +29,16 @@ from spmd.layout.gradients import GradientRule, Gradients, Options, gradient_pro
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence, model_parallel_problems
 from spmd.layout.precision import PRODUCTS, Precision
 from spmd.layout.remat import Remat, remat_problems
-from spmd.layout.schema import Attention, Batch, Default, Layout, Memory, OptimizerState, Rule
+from spmd.layout.schema import (
+    Attention,
+    Batch,
+    Default,
+    Layout,
+    Memory,
+    OptimizerState,
+    Recurrence,
+    Rule,
+)
 from spmd.layout.server import optimizer_problems, server_problems
 from spmd.layout.toml_tables import (
     CHOICES as CHOICES,
@@ -253,6 +262,7 @@ class _Reader(Tables):
             sequence=sequence,
             experts=self.section(data, "experts", Experts),
             attention=self.section(data, "attention", Attention),
+            recurrence=self.section(data, "recurrence", Recurrence),
             precision=tuple(self.precision(*item) for item in self.items(data, "precision")),
             train=self.train(self.table(data, "train"), data.get("adapters")),
             adapters=tuple(self.adapter(*item) for item in self.items(data, "adapters")),

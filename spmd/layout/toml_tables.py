@@ -11,7 +11,7 @@ from spmd.errors import Problem, SpmdError, closest, did_you_mean
 from spmd.layout.gradients import GradientRule
 from spmd.layout.model_parallel import ORDERS, SCHEDULES
 from spmd.layout.remat import SAVES
-from spmd.layout.schema import IMPLEMENTATIONS
+from spmd.layout.schema import IMPLEMENTATIONS, LOOPS
 from spmd.layout.trained import FROZEN
 from spmd.wire.codec import CODECS
 from spmd.wire.reduction_registry import REDUCTIONS
@@ -29,6 +29,7 @@ CHOICES = {
     "pipeline.schedule": SCHEDULES,
     "sequence.order": ORDERS,
     "attention.implementation": IMPLEMENTATIONS,
+    "recurrence.implementation": LOOPS,
     "memory.optimizer": ("device", "host"),
     "optimizer.matrices": ("compiler", "owner"),
     "remat.save": SAVES,

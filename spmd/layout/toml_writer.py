@@ -19,6 +19,7 @@ TABLES = (
     "sequence",
     "experts",
     "attention",
+    "recurrence",
     "train",
     "compiler",
 )

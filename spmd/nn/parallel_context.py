@@ -28,6 +28,7 @@ ATTENTIONS = (
 )
 # In `ParallelConfig.used`: attention that has a first derivative only.
 FUSED = "fused attention"
+RECURRENCE = "a loop over time"
 # In `ParallelConfig.used`: attention that no kernel takes.
 STORED = "stored scores"
 # in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
@@ -46,6 +47,7 @@ class ParallelConfig:
       data: the mesh axes over which rows are sharded. In the manual step they are already manual,
         and a module sees one worker's rows.
       attention: the implementation of attention, of the layout's `[attention]`.
+      recurrence: the implementation of loops over time, of the layout's `[recurrence]`.
       platform: of the devices, "cpu", "cuda" ...; None: this process's.
       in_stage_order: a circular pipeline finds the layers of stacks in the order of its stages
         (`spmd.nn.layer_order`).
@@ -71,6 +73,7 @@ class ParallelConfig:
     sequence: Sequence = Sequence()  # noqa: RUF009
     experts: Experts = Experts()  # noqa: RUF009
     attention: str = "auto"
+    recurrence: str = "auto"
     platform: str | None = None
     in_stage_order: bool = False
     unroll: bool = False
@@ -119,6 +122,14 @@ class ParallelConfig:
             )
             raise LayoutError(
                 why, fix=f"a model with {ATTENTIONS}; or a layout without [attention]."
+            )
+
+        if self.recurrence == "hoisted" and RECURRENCE not in self.used:
+            raise LayoutError(
+                f'{source}: [recurrence] implementation = "hoisted", but the loss has no loop over '
+                "time with a product of a weight and what it carries.",
+                fix="nnx.RNN, linen.RNN or jax.lax.scan in the model; or a layout without "
+                "[recurrence].",
             )
 
     def axis_size(self, axis: str | None) -> int:

@@ -30,6 +30,7 @@ from spmd.nn.stacking import (
     stack_modules,
     unstack_module,
 )
+from spmd.nn.time_scan import scan_time
 from spmd.wire import collectives
 
 
@@ -212,10 +213,7 @@ class Cells:
         defaults = jax.eval_shape(self.initial_carries, x)
 
         def shown(tree: Tree) -> str:
-            arrays = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(tree)) or "nothing"
-            if not isinstance(tree, list | tuple | dict):
-                return arrays
-            return f"{type_name(tree)} of {arrays}"
+            return _shown(tree, [str(list(leaf.shape)) for leaf in jax.tree.leaves(tree)])
 
         def shapes(tree: Tree) -> list[tuple[int, ...]]:
             return [leaf.shape for leaf in jax.tree.leaves(tree)]
@@ -293,6 +291,7 @@ class Cells:
                 cell_input = jnp.concatenate([x, beside], axis=-1)
             result, _ = self.layers.apply(lambda cell: cell(carry, cell_input), variables)
             after, y = self.layers.without_change(result)
+            _check_carry(carry, after)
             if lengths is None:
                 return after, y
             counts = time < lengths
@@ -309,7 +308,10 @@ class Cells:
         unrolled_steps = 1
         if unroll:
             unrolled_steps = x.shape[0]
-        carry, y = lax.scan(step, carry, (x, steps, beside), unroll=unrolled_steps)
+        scan: Callable[..., Any] = scan_time
+        if current().recurrence == "as_written":
+            scan = lax.scan
+        carry, y = scan(step, carry, (x, steps, beside), unroll=unrolled_steps)
         # Flax makes float32 carries; later activations must keep the dtype of x.
         if jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(y.dtype, jnp.floating):
             y = y.astype(x.dtype)
@@ -415,6 +417,31 @@ def _wavefront(
     )
     y, carry = on_stages((variables, initial), along, lengths, data)
     return y[:time], carry
+
+
+def _check_carry(before: Tree, after: Tree) -> None:
+    """Check that a cell returns a carry like the one that it takes.
+
+    Raises:
+      ModelError: it does not.
+    """
+    ours, theirs = (
+        _shown(tree, [describe(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (before, after)
+    )
+    same_structure = jax.tree.structure(before) == jax.tree.structure(after)
+    if not same_structure or ours != theirs:
+        raise ModelError(
+            f"a recurrent cell takes the carry {ours} and returns {theirs}; what it returns is "
+            "what it takes in the next time step.",
+            fix="a cell that keeps structure, shapes and dtypes: carry.astype(...) at its end.",
+        )
+
+
+def _shown(tree: Tree, arrays: list[str]) -> str:
+    text = ", ".join(arrays) or "nothing"
+    if not isinstance(tree, list | tuple | dict):
+        return text
+    return f"{type_name(tree)} of {text}"
 
 
 def check_inputs(layer: str, x: Any, lengths: Any, beside: Any) -> None:

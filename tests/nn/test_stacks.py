@@ -40,8 +40,7 @@ def test_a_pipeline_is_the_stack(plain, kind, mesh):
     how = parallel_config(mesh, unroll=kind == "cnn", **KINDS[kind])
     y, grads = run(*layers(kind), how)
     assert np.isfinite(y).all()
-    # chunks of 2 and more: the same bits
-    assert relative_difference(y, plain[kind][0]) <= (0 if kind in ("lstm", "gru") else 1e-6)
+    assert relative_difference(y, plain[kind][0]) <= 1e-6
     assert relative_difference(grads, plain[kind][1]) <= 1e-5
     (schedule,) = how.schedules.values()
     assert schedule.stages == mesh[1] and schedule.microbatches > 1
@@ -173,9 +172,8 @@ def test_chunks_of_time_change_nothing(plain, chunk):
     """
     how = parallel_config((1, 4), **({"time_chunk": chunk} if chunk else {}))
     y, grads = run(*layers("lstm"), how)
-    assert relative_difference(y, plain["lstm"][0]) <= (
-        1e-6 if chunk in (1, 5) else 0
-    )  # a loop of one step, and a mask, are compiled otherwise
+    # The products of a chunk with the inputs of its steps are one product, of other shapes.
+    assert relative_difference(y, plain["lstm"][0]) <= 1e-6
     assert relative_difference(grads, plain["lstm"][1]) <= 1e-5
     (schedule,) = how.schedules.values()
     assert schedule.microbatches == {1: 12, 5: 3, 12: 1, None: 6}[chunk]
@@ -298,7 +296,7 @@ def test_a_wavefront_in_the_order_of_a_circular_pipeline(plain):
         parallel_config((2, 4), schedule="circular", groups=2, time_chunk=3), in_stage_order=True
     )
     y, grads = run(stack, x, how)
-    assert relative_difference(y, plain["lstm"][0]) == 0
+    assert relative_difference(y, plain["lstm"][0]) <= 1e-6
 
     def back(tree):
         return jax.tree.map(lambda leaf: leaf[np.argsort(order)], tree)
@@ -606,3 +604,14 @@ def test_error_texts(case):
     with pytest.raises(ModelError) as caught:
         make()
     assert str(caught.value) == text
+
+
+def test_cell_that_changes_its_carry():
+    class Growing(nnx.GRUCell):
+        def __call__(self, carry, inputs):
+            carry, y = super().__call__(carry, inputs)
+            return carry.astype(jnp.bfloat16), y
+
+    stack = spmd.nn.RNNStack([Growing(WIDTH, WIDTH, rngs=nnx.Rngs(0))])
+    with pytest.raises(ModelError, match=r"takes the carry float32\[2, 8\] and returns bfloat16"):
+        stack(jnp.ones((2, 3, WIDTH)))

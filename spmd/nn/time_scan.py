@@ -1,0 +1,475 @@
+"""A scan over time that computes as much as it can outside of its loop: `lax.scan` with the same
+results.
+
+The products of a recurrent cell with its inputs are one product for all steps, before the loop. In
+the backward pass the gradient of the recurrent weights is one product over all steps, after the
+loop, where JAX's derivative of `lax.scan` adds up a product in each step (what cuDNN does for its
+own cells: Appleyard et al., arXiv:1604.01946, sections 3.2 and 3.3).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from spmd.base.tree import Tree
+from spmd.base.xla import varying_alike
+from spmd.jaxpr.inner_programs import scan_of
+from spmd.jaxpr.programs import evaluated, variables
+from spmd.nn.gathered_scan import complete, differentiable
+from spmd.nn.parallel_context import RECURRENCE, current
+from spmd.nn.step_parts import StepParts, split_step, values_of
+
+
+def scan_time(
+    step: Callable[[Tree, Tree], tuple[Tree, Tree]],
+    carry: Tree,
+    xs: Tree,
+    *,
+    reverse: bool = False,
+    unroll: int = 1,
+) -> tuple[Tree, Tree]:
+    """Return what `lax.scan(step, carry, xs)` returns.
+
+    Its gradient is one of reverse mode: `jax.jvp` through it raises a TypeError of JAX's.
+
+    Example:
+      >>> w = jnp.full((2, 2), 0.5)
+      >>> step = lambda h, x: (jnp.tanh(x @ w + h @ w),) * 2
+      >>> h, y = scan_time(step, jnp.zeros((1, 2)), jnp.ones((3, 1, 2)))
+      >>> y.shape, round(float(h[0, 0]), 4)
+      ((3, 1, 2), 0.9562)
+    """
+    scan = functools.partial(lax.scan, step, reverse=reverse, unroll=unroll)
+    closed, shapes = jax.make_jaxpr(scan, return_shape=True)(carry, xs)
+    changed = [hoisted(equation) for equation in closed.jaxpr.eqns]
+    program = closed.replace(jaxpr=closed.jaxpr.replace(eqns=changed))
+    results = jaxpr_as_fun(program)(*jax.tree.leaves((carry, xs)))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
+    """Return an equation in place of a `lax.scan`, with all that can be before and after its loop
+    there; the same equation if that is nothing, or if it is no scan.
+
+    Args:
+      recurrences_only: only a loop with a product of what it carries and a constant, such as a
+        recurrent weight; not a loop over layers, each of which has its own.
+    """
+    if equation.primitive.name != "scan":
+        return equation
+    scan = scan_of(equation)
+    parts = split_step(scan)
+    if parts is None or (recurrences_only and not set(parts.weights) & set(parts.sums)):
+        return equation
+    parallel = current()
+    parallel.used.add(RECURRENCE)
+    if parts.left:
+        stay = "do not depend on the step before, but stay in the loop: they cannot be moved."
+        parallel.notes[f"note: a loop over {scan.length} steps: {', '.join(parts.left)} {stay}"] = (
+            None
+        )
+    consts = getattr(scan.program, "consts", ())
+
+    def loop_over_time(*arguments: Any) -> list[Any]:
+        constants, carried, xs = scan.split(arguments)
+        fixed = [carried[place] for place in parts.fixed]
+        loop = _Loop(parts, scan.length, equation.params["reverse"], equation.params["unroll"])
+        before = jaxpr_as_fun(ClosedJaxpr(parts.before, []))
+        shared = [*consts, *constants, *fixed]
+        computed = jax.vmap(
+            before,
+            in_axes=[None] * len(shared) + [0] * len(xs),
+            out_axes=[None] * len(parts.constants) + [0] * len(parts.inputs),
+            axis_size=scan.length,
+        )(*shared, *xs)
+        changing = [carried[place] for place in parts.changing]
+        # JAX does so inside of a loop, but not where a function has a gradient of its own.
+        values = iter(varying_alike([*changing, *computed]))
+        carry = [next(values) for _ in changing]
+        loop_constants = [next(values) for _ in parts.constants]
+        results: Any = _run_loop(loop, carry, [*values], loop_constants)
+        after, outputs = results
+        for place, value in zip(parts.changing, after, strict=True):
+            carried[place] = value
+        return [*carried, *outputs]
+
+    [call] = jax.make_jaxpr(jax.jit(loop_over_time))(*(x.aval for x in equation.invars)).eqns
+    return call.replace(
+        invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Loop:
+    """A loop over the parts of a step; the other attributes are as of `lax.scan`."""
+
+    parts: StepParts
+    length: int
+    reverse: bool
+    unroll: int
+
+    def scan(
+        self,
+        body: Callable[..., tuple[Tree, Tree, list[Any]]],
+        carry: Tree,
+        xs: Tree,
+        buffers: Sequence[Any] = (),
+        *,
+        backward: bool = False,
+    ) -> tuple[Tree, Tree, list[Any]]:
+        """Return what is carried after the last step, all outputs, and the buffers.
+
+        Args:
+          body: from what is carried, the slices of a step of `xs`, and those of `buffers`, to what
+            is carried next, outputs, and what takes the place of the slices of buffers: they are
+            changed in place, so that a loop needs no memory of its own for these results.
+        """
+
+        def step(state: tuple, inputs: tuple) -> tuple[tuple, Tree]:
+            carry, buffers = state
+            number, xs = inputs
+            slices = [lax.dynamic_index_in_dim(x, number, keepdims=False) for x in buffers]
+            carry, outputs, slices = body(carry, xs, slices)
+            buffers = [
+                lax.dynamic_update_index_in_dim(buffer, value, number, 0)
+                for buffer, value in zip(buffers, slices, strict=True)
+            ]
+            return (carry, buffers), outputs
+
+        (carry, buffers), outputs = lax.scan(
+            step,
+            (carry, list(buffers)),
+            (jnp.arange(self.length), xs),
+            reverse=self.reverse is not backward,
+            unroll=self.unroll,
+        )
+        return carry, outputs, buffers
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_loop(
+    loop: _Loop, carry: list[Any], inputs: list[Any], constants: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Return what is carried after the last step, and the outputs of all steps."""
+    parts = loop.parts
+
+    def body(carry: list[Any], inputs: list[Any], _: list[Any]) -> tuple[list, list, list]:
+        values = parts.run(carry, inputs, constants, _as_it_is)
+        return values_of(values, parts.next_carried), values_of(values, parts.outputs), []
+
+    after, outputs, _ = loop.scan(body, carry, inputs)
+    return after, outputs
+
+
+def _as_it_is(number: int, equation: Any, arguments: list[Any]) -> list[Any]:
+    return evaluated(equation, arguments)
+
+
+def _forward(
+    loop: _Loop, carry: list[Any], inputs: list[Any], constants: list[Any]
+) -> tuple[tuple[list[Any], list[Any]], tuple]:
+    parts = loop.parts
+
+    # A kept sum takes the place of what is added in it.
+    replaced = _places_of_kept(parts)
+    places = [replaced[number] for number in sorted(replaced)]
+
+    def body(carry: list[Any], inputs: list[Any], added: list[Any]) -> tuple[list, tuple, list]:
+        for place, value in zip(places, added, strict=True):
+            inputs[place] = value
+        values = parts.run(carry, inputs, constants, _as_it_is)
+        kept = values_of(values, parts.kept)
+        in_place = [kept[number] for number in sorted(replaced)]
+        others = [x for number, x in enumerate(kept) if number not in replaced]
+        own = [x for place, x in enumerate(carry) if place not in parts.returned]
+        outputs = values_of(values, parts.outputs)
+        return values_of(values, parts.next_carried), (outputs, own, others), in_place
+
+    others = [None if place in places else x for place, x in enumerate(inputs)]
+    buffers = [inputs[place] for place in places]
+    after, (outputs, carries, more), in_place = loop.scan(body, carry, others, buffers)
+    by_number = dict(zip(sorted(replaced), in_place, strict=True))
+    more_kept = iter(more)
+    kept = [by_number[n] if n in by_number else next(more_kept) for n in range(len(parts.kept))]
+    returned = {number: outputs[number] for number in parts.returned.values()}
+    needed = [None if place in parts.only_added else x for place, x in enumerate(inputs)]
+    return (after, outputs), (carry, carries, returned, kept, needed, constants)
+
+
+def _backward(loop: _Loop, saved: tuple, cotangents: tuple) -> tuple:
+    parts = loop.parts
+    first, own, returned, kept, needed, constants = saved
+    carries = _all_carries(loop, first, iter(own), returned)
+    dcarry, doutputs = cotangents
+    shared = _shared_constants(parts)
+    # The gradient of a kept sum takes its place.
+    replaced = _results_of_kept(parts)
+    others = [None if number in replaced else x for number, x in enumerate(kept)]
+    # For each gradient or factor that is needed of all steps, its number among what a step returns.
+    # JAX gives the terms of a sum one array as their gradient, which is returned once.
+    numbers: list[tuple] = []
+
+    def body(state: tuple, step: tuple, sums: list[Any]) -> tuple[tuple, list, list]:
+        dcarry, dshared = state
+        carry, kept, inputs, doutputs = step
+        for number, value in zip(replaced, sums, strict=True):
+            kept[number] = value
+        inputs = _filled(inputs, [jnp.zeros(x.aval.shape, x.aval.dtype) for x in parts.inputs])
+        weighted = [parts.loop[number].outvars[0].aval for number in parts.weights]
+        taps = [jnp.zeros(result.shape, result.dtype) for result in weighted]
+        *alike, _ = varying_alike([*inputs, *taps, carry[0]])
+        inputs, taps = alike[: len(inputs)], alike[len(inputs) :]
+
+        def run(
+            carry_floats: list[Any], input_floats: list[Any], shared_floats: list[Any], taps: list
+        ) -> tuple[tuple[list[Any], list[Any]], list[Any]]:
+            again = _StepAgain(parts, constants, kept, taps)
+            values = parts.run(
+                _filled(carry_floats, carry),
+                _filled(input_floats, inputs),
+                _filled(shared_floats, constants),
+                again.compute,
+            )
+            next_carried = _floats(values_of(values, parts.next_carried))
+            return (next_carried, _floats(values_of(values, parts.outputs))), again.factors
+
+        primals = _floats(carry), _floats(inputs), _those(shared, constants), taps
+        _, gradients_of, factors = jax.vjp(run, *primals, has_aux=True)
+        dcarry, dinputs, more, dtaps = gradients_of((dcarry, doutputs))
+        of_all_steps = dinputs, dtaps, factors
+        in_place = [dtaps[number] for number in replaced.values()]
+        number_of = {id(leaf): number for number, leaf in enumerate(in_place)}
+        returned = []
+        for leaf in jax.tree.leaves(of_all_steps):
+            if id(leaf) not in number_of:
+                number_of[id(leaf)] = len(in_place) + len(returned)
+                returned.append(leaf)
+        numbers.append(jax.tree.map(lambda leaf: number_of[id(leaf)], of_all_steps))
+        return (dcarry, jax.tree.map(jnp.add, dshared, more)), returned, in_place
+
+    state = differentiable(dcarry), jax.tree.map(jnp.zeros_like, _those(shared, constants))
+    steps = carries, others, needed, differentiable(doutputs)
+    buffers = [kept[number] for number in replaced]
+    (dcarry, dshared), stacked, in_place = loop.scan(body, state, steps, buffers, backward=True)
+    stacked = [*in_place, *stacked]
+    dinputs, dresults, factors = jax.tree.map(lambda number: stacked[number], numbers[-1])
+    dconstants = complete(dshared, constants)
+    factors_left = iter(factors)
+    for number, dresult in zip(parts.weights, dresults, strict=True):
+        variable = parts.loop[number].invars[parts.weights[number]]
+        place = parts.constants.index(variable)
+        gradient = _weight_gradient(parts, number, constants[place], dresult, factors_left, carries)
+        dconstants[place] = dconstants[place] + gradient
+    return complete(dcarry, first), complete(dinputs, needed), dconstants
+
+
+_run_loop.defvjp(_forward, _backward)
+
+
+def _places_of_kept(parts: StepParts) -> dict[int, int]:
+    """Return for kept values, by number, an input of the same shape that is not needed again."""
+    free = sorted(parts.only_added)
+    places = {}
+    for number, value in enumerate(parts.kept):
+        for place in free:
+            aval = parts.inputs[place].aval
+            if (aval.shape, aval.dtype) == (value.aval.shape, value.aval.dtype):
+                places[number] = place
+                free.remove(place)
+                break
+    return places
+
+
+def _results_of_kept(parts: StepParts) -> dict[int, int]:
+    """Return for kept values, by number, which of the weighted results has the same gradient."""
+    places: dict[int, int] = {}
+    for place, number in enumerate(parts.weights):
+        if number in parts.sums:
+            places.setdefault(parts.kept.index(parts.sums[number]), place)
+    return places
+
+
+def _all_carries(
+    loop: _Loop, first: list[Any], own: Iterator[Any], outputs: Mapping[int, Any]
+) -> list[Any]:
+    """Return what each step took from the one before, of all steps.
+
+    Args:
+      own: of carried values that are no outputs, in their order.
+      outputs: of all steps, by their places.
+    """
+    carries = []
+    for place, start in enumerate(first):
+        if place not in loop.parts.returned:
+            carries.append(next(own))
+            continue
+        results = outputs[loop.parts.returned[place]]
+        if loop.reverse:
+            carries.append(jnp.concatenate([results[1:], start[None]]))
+        else:
+            carries.append(jnp.concatenate([start[None], results[:-1]]))
+    return carries
+
+
+class _StepAgain:
+    """Computes a step once more, for its derivative, from what the forward pass has kept.
+
+    Attributes:
+      factors: takes the other inputs of products with weights, where they are not carried.
+    """
+
+    def __init__(self, parts: StepParts, constants: list[Any], kept: list[Any], taps: list[Any]):
+        self._parts = parts
+        self._weights = dict(zip(parts.constants, constants, strict=True))
+        self._kept = dict(zip(parts.kept, kept, strict=True))
+        self._taps = dict(zip(parts.weights, taps, strict=True))
+        self.factors: list[Any] = []
+
+    def compute(self, number: int, equation: Any, arguments: list[Any]) -> list[Any]:
+        """Return the outputs of an equation of the loop."""
+        place = self._parts.weights.get(number)
+        if place is None:
+            results = evaluated(equation, arguments)
+        else:
+            # Its gradient comes from the tap, after the loop.
+            arguments[place] = self._weights[equation.invars[place]]
+            results = [self._weighted(number, equation, arguments)]
+        if equation.outvars[0] in self._kept:
+            results[0] = _known(self._kept[equation.outvars[0]], results[0])
+        return results
+
+    def _weighted(self, number: int, equation: Any, arguments: list[Any]) -> Any:
+        tap = self._taps[number]
+        if number not in self._parts.sums:
+            return _tapped(evaluated(equation, arguments)[0], tap)
+        place = 1 - self._parts.weights[number]
+        if _needs_factor(self._parts, number):
+            self.factors.append(arguments[place])
+
+        def product(x: Any) -> Any:
+            given = list(arguments)
+            given[place] = x
+            return evaluated(equation, given)[0]
+
+        like = self._kept[self._parts.sums[number]]
+        return _tapped(_linear(product, arguments[place], like), tap)
+
+
+@jax.custom_jvp
+def _tapped(value: Any, tap: Any) -> Any:
+    """Return `value`; its gradient is also that of `tap`, which is zeros."""
+    return value
+
+
+@_tapped.defjvp
+def _tapped_derivative(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    value, _ = primals
+    dvalue, dtap = tangents
+    return value, dvalue + dtap
+
+
+@jax.custom_jvp
+def _known(value: Any, computed: Any) -> Any:
+    """Return `value`, with the derivative of `computed`: what computes that alone is left out."""
+    return value
+
+
+@_known.defjvp
+def _known_derivative(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    return primals[0], tangents[1]
+
+
+def _linear(function: Callable[[Any], Any], x: Any, like: Any) -> Any:
+    """Return `like`, with the derivative of a linear function at x, which is not computed."""
+
+    @jax.custom_jvp
+    def call(x: Any) -> Any:
+        return like
+
+    @call.defjvp
+    def derivative(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+        return like, function(tangents[0])
+
+    return call(x)
+
+
+def _needs_factor(parts: StepParts, number: int) -> bool:
+    """Return whether the other input of a product with weights is no carried value: of these there
+    are all steps already.
+    """
+    equation = parts.loop[number]
+    return number in parts.sums and equation.invars[1 - parts.weights[number]] not in parts.carried
+
+
+def _weight_gradient(
+    parts: StepParts,
+    number: int,
+    weight: Any,
+    dresult: Any,
+    factors: Any,
+    carries: list[Any],
+) -> Any:
+    """Return the gradient of the weight of an equation, from those of its results in all steps."""
+    equation = parts.loop[number]
+    place = parts.weights[number]
+    others: list[Any] = []
+    if number in parts.sums:
+        if _needs_factor(parts, number):
+            others = [next(factors)]
+        else:
+            others = [carries[parts.carried.index(equation.invars[1 - place])]]
+
+    def of_all_steps(weight: Any) -> Any:
+        def of_step(others: list[Any]) -> Any:
+            given = [jnp.zeros(x.aval.shape, weight.dtype) for x in equation.invars]
+            given[place] = weight
+            if others:
+                given[1 - place] = others[0]
+            return evaluated(equation, given)[0]
+
+        return jax.vmap(of_step, axis_size=dresult.shape[0])(others)
+
+    dtype = weight.dtype
+    # XLA adds up in float32 in a product, but in the array's dtype in a sum.
+    if number not in parts.sums:
+        dtype = jnp.promote_types(dtype, jnp.float32)
+    # Of a product of all steps JAX makes one product over steps and rows.
+    (gradient,) = jax.linear_transpose(of_all_steps, weight.astype(dtype))(dresult.astype(dtype))
+    return gradient.astype(weight.dtype)
+
+
+def _shared_constants(parts: StepParts) -> set[int]:
+    """Return the places of constants whose gradient is added up in the loop."""
+    read = {*parts.next_carried, *parts.outputs}
+    for number, equation in enumerate(parts.loop):
+        weight = parts.weights.get(number)
+        others = [x for place, x in enumerate(equation.invars) if place != weight]
+        read.update(variables(others))
+    return {place for place, x in enumerate(parts.constants) if x in read}
+
+
+def _those(places: set[int], values: list[Any]) -> list[Any]:
+    """Return the floats at some places, and None at all others."""
+    return [value if place in places else None for place, value in enumerate(_floats(values))]
+
+
+def _floats(values: Sequence[Any]) -> list[Any]:
+    """Return values with None in place of what has no gradient."""
+    floats = []
+    for value in values:
+        is_float = jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+        floats.append(value if is_float else None)
+    return floats
+
+
+def _filled(floats: list[Any], values: list[Any]) -> list[Any]:
+    """Return floats, and in place of each None the value."""
+    return [
+        value if number is None else number for number, value in zip(floats, values, strict=True)
+    ]

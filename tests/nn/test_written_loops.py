@@ -1,0 +1,240 @@
+"""Loops over time of models that are used unchanged, under `[recurrence]`: they train as a plain
+loop of Flax and optax does, with less in their loops.
+"""
+
+import dataclasses
+import functools
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import spmd
+from spmd.base.tree import flatten
+from spmd.errors import LayoutError, OptionError
+from spmd.layout.toml_reader import loads
+from spmd.layout.toml_writer import dumps
+from spmd.train.step import train_step
+from tests.compare import assert_close
+from tests.nn.test_time_scan import products_by_place
+
+ROWS, TIME, WIDTH, OUT = 16, 5, 8, 3
+
+
+class Recurrent(nnx.Module):
+    """Flax's recurrent layers: one of nnx, of rows of different lengths, and a bidirectional one.
+
+    `nnx.RNN` draws the carry's key when it is called, and a model may not change when it only
+    predicts: here the carry is given.
+    """
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.RNN(nnx.OptimizedLSTMCell(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
+        self.second = nnx.Bidirectional(
+            nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs), rngs=rngs),
+            nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs), rngs=rngs),
+            rngs=rngs,
+        )
+        self.head = nnx.Linear(2 * WIDTH, OUT, rngs=rngs)
+
+    def __call__(self, x, lengths):
+        return self.head(self.second(self.first(x, seq_lengths=lengths), seq_lengths=lengths))
+
+
+class LinenRecurrent(linen.Module):
+    @linen.compact
+    def __call__(self, x, lengths):
+        x = linen.RNN(linen.LSTMCell(WIDTH))(x, seq_lengths=lengths)
+        return linen.Dense(OUT)(linen.RNN(linen.GRUCell(WIDTH))(x, seq_lengths=lengths))
+
+
+class OwnLoop(nnx.Module):
+    """A loop of the model's own, over layers, in a loop over time."""
+
+    def __init__(self):
+        draw = functools.partial(jax.random.normal, jax.random.key(0))
+        self.of_x = nnx.Param(0.3 * draw((WIDTH, WIDTH)))
+        self.of_h = nnx.Param(0.3 * draw((WIDTH, WIDTH)))
+        self.layers = nnx.Param(0.3 * draw((3, WIDTH, OUT)))
+
+    def __call__(self, x, lengths):
+        of_x, of_h = self.of_x[...], self.of_h[...]
+
+        def step(h, x):
+            h = jnp.tanh(x @ of_x + h @ of_h)
+            return h, h
+
+        _, y = jax.lax.scan(step, jnp.zeros((x.shape[0], WIDTH)), jnp.swapaxes(x, 0, 1))
+
+        def layer(total, kernel):
+            return total + jnp.sin(y @ kernel), None
+
+        total, _ = jax.lax.scan(layer, jnp.zeros((*y.shape[:2], OUT)), self.layers[...])
+        return jnp.swapaxes(total, 0, 1)
+
+
+def batch(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(ROWS, TIME, WIDTH)).astype(np.float32),
+        "lengths": rng.integers(1, TIME + 1, ROWS),
+        "y": rng.normal(size=(ROWS, TIME, OUT)).astype(np.float32),
+    }
+
+
+def loss(model, batch):
+    return ((model(batch["x"], batch["lengths"]) - batch["y"]) ** 2).mean()
+
+
+def trainer_of(model, implementation, layout="data_parallel"):
+    layout = spmd.Layout.load(layout)
+    recurrence = spmd.Recurrence(implementation)
+    return spmd.Trainer(
+        model,
+        loss=loss,
+        optimizer=optax.sgd(0.3),
+        mesh={"data": 8},
+        layout=dataclasses.replace(layout, recurrence=recurrence, mesh=()),
+    )
+
+
+def trained(trainer):
+    state = trainer.init(batch())
+    before = jax.device_get(state.params)
+    for seed in range(3):
+        state, _ = trainer.step(state, batch(seed))
+    return before, jax.device_get(state.params)
+
+
+def plainly_trained(model, params):
+    """Three steps of gradient descent on one device, from these parameters, without spmd."""
+    if isinstance(model, nnx.Module):
+        graph, state, rest = nnx.split(model, nnx.Param, ...)
+        nnx.replace_by_pure_dict(state, nested(params))
+        params = state
+
+        def call(params, *inputs):
+            return nnx.merge(graph, params, jax.tree.map(lambda leaf: leaf, rest))(*inputs)
+    else:
+        params = {"params": nested(params)}
+        call = model.apply
+
+    @jax.jit
+    def step(params, batch):
+        def of_params(params):
+            return loss(functools.partial(call, params), batch)
+
+        return jax.tree.map(lambda p, g: p - 0.3 * g, params, jax.grad(of_params)(params))
+
+    for seed in range(3):
+        params = step(params, batch(seed))
+    if isinstance(params, nnx.State):
+        return nnx.to_pure_dict(params)
+    return params["params"]
+
+
+def nested(params):
+    return flax.traverse_util.unflatten_dict(
+        {tuple(path.split("/")): leaf for path, leaf in flatten(params).items()}
+    )
+
+
+MODELS = {"nnx": Recurrent, "linen": LinenRecurrent, "own loop": OwnLoop}
+
+
+@pytest.mark.sampled(quick=4)
+@pytest.mark.parametrize("layout", ["data_parallel", "zero1", "fsdp"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_that_of_plain_flax(name, layout):
+    before, after = trained(trainer_of(MODELS[name](), "hoisted", layout))
+    assert_close(nested(after), plainly_trained(MODELS[name](), before), 1e-6)
+
+
+def products_of(trainer):
+    """Products of the step's program: in loops, and outside of them."""
+    state, data = trainer.init(batch()), trainer.place(batch())
+    step = trainer.prepare(batch())[0].make_step(ROWS, True)
+    run = functools.partial(train_step, step)
+    return products_by_place(run, state, data.leaves, data.weights, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "as_it_is", "hoisted"),
+    [
+        # three layers: in the loops are left h W and its gradient by h, of each; outside are x W,
+        # its gradients, and those of W; the head has three products
+        ("nnx", (17, 3), (6, 14)),
+        # the products of the loop over layers stay
+        ("own loop", (8, 0), (5, 3)),
+    ],
+)
+def test_only_recurrences_leave_their_loops(name, as_it_is, hoisted):
+    found = {x: products_of(trainer_of(MODELS[name](), x)) for x in ("auto", "hoisted")}
+    assert found == {"auto": as_it_is, "hoisted": hoisted}
+
+
+def test_stacks_have_all_implementations():
+    class Stacked(nnx.Module):
+        def __init__(self):
+            cells = [nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(seed)) for seed in range(2)]
+            self.stack = spmd.nn.RNNStack(cells)
+            self.head = nnx.Linear(WIDTH, OUT, rngs=nnx.Rngs(5))
+
+        def __call__(self, x, lengths):
+            return self.head(self.stack(x, lengths=lengths))
+
+    trainers = {x: trainer_of(Stacked(), x) for x in ("auto", "as_written", "hoisted")}
+    inside = {name: products_of(trainer)[0] for name, trainer in trainers.items()}
+    assert inside == {"auto": 2, "as_written": 6, "hoisted": 2}
+    expected = trained(trainers["as_written"])
+    for name in ("auto", "hoisted"):
+        assert_close(trained(trainers[name]), expected, 1e-6)
+
+
+def test_model_without_a_loop_over_time():
+    class Dense(nnx.Module):
+        def __init__(self):
+            self.head = nnx.Linear(WIDTH, OUT, rngs=nnx.Rngs(0))
+
+        def __call__(self, x, lengths):
+            return self.head(x)
+
+    with pytest.raises(LayoutError, match="the loss has no loop over time"):
+        trainer_of(Dense(), "hoisted").prepare(batch())
+
+
+def test_what_stays_in_a_loop_is_said():
+    class Noisy(OwnLoop):
+        def __call__(self, x, lengths):
+            of_x, of_h = self.of_x[...], self.of_h[...]
+
+            def step(h, inputs):
+                x, key = inputs
+                h = jnp.tanh(x @ of_x + h @ of_h + jax.random.normal(key, h.shape))
+                return h, h[:, :OUT]
+
+            keys = jax.random.split(jax.random.key(0), TIME)
+            xs = jnp.swapaxes(x, 0, 1), keys
+            _, y = jax.lax.scan(step, jnp.zeros((x.shape[0], WIDTH)), xs)
+            return jnp.swapaxes(y, 0, 1)
+
+    trainer = trainer_of(Noisy(), "hoisted")
+    trainer.prepare(batch())
+    assert [note for note in trainer.notes() if "loop" in note] == [
+        "note: a loop over 5 steps: random_bits do not depend on the step before, but stay in the "
+        "loop: they cannot be moved."
+    ]
+
+
+def test_table_of_the_layout():
+    layout = spmd.Layout(recurrence=spmd.Recurrence("hoisted"))
+    assert '[recurrence]\nimplementation = "hoisted"' in dumps(layout)
+    assert loads(dumps(layout)) == layout
+    with pytest.raises(OptionError, match="hoist") as raised:
+        spmd.Recurrence("hoist")
+    assert raised.value.fix == 'did you mean "hoisted"?'
