@@ -59,14 +59,14 @@ class StepParts:
       loop: the equations that stay.
       weights: by the number of such an equation, the place of a constant among its inputs in which
         it is linear: its gradient is one product over all steps, after the loop.
-      kept: the values that the backward pass gets from the forward pass, beside what is carried. It
-        computes others again.
-      sums: by the number of a product, the value of `kept` that is it, or a sum with it.
-      only_added: places of inputs that only lead to such sums: the backward pass needs no values of
-        theirs.
-      returned: by the place of a carried value, that of the output which is what it becomes.
+      totals: products, or sums with them, that the forward pass saves for the backward pass, beside
+        what is carried. Others are computed again.
+      total_of: by the number of a product, the one of `totals` to which it is added.
+      addends: places of inputs that are only added to products: the backward pass does not need
+        them.
+      output_of: by the place of a carried value, that of the output which is its next value.
       fixed: the places of carried values that never change; `changing`: those of the others.
-      left: operations that stay though they do not depend on the step before.
+      stuck: names of operations that stay though they do not depend on the step before.
     """
 
     before: Any
@@ -77,15 +77,15 @@ class StepParts:
     outputs: tuple[Any, ...]
     loop: tuple[Any, ...]
     weights: Mapping[int, int]
-    kept: tuple[Any, ...]
-    sums: Mapping[int, Any]
-    only_added: frozenset[int]
-    returned: Mapping[int, int]
+    totals: tuple[Any, ...]
+    total_of: Mapping[int, Any]
+    addends: frozenset[int]
+    output_of: Mapping[int, int]
     fixed: tuple[int, ...]
     changing: tuple[int, ...]
-    left: tuple[str, ...]
+    stuck: tuple[str, ...]
 
-    def run(
+    def evaluate(
         self,
         carry: Sequence[Any],
         inputs: Sequence[Any],
@@ -108,13 +108,13 @@ class StepParts:
 
 def values_of(values: Mapping[Any, Any], atoms: Iterable[Any]) -> list[Any]:
     """Return the values of variables and literals."""
-    found = []
+    results = []
     for atom in atoms:
         if is_literal(atom):
-            found.append(atom.val)
+            results.append(atom.val)
         else:
-            found.append(values[atom])
-    return found
+            results.append(values[atom])
+    return results
 
 
 def split_step(scan: Scan) -> StepParts | None:
@@ -124,7 +124,7 @@ def split_step(scan: Scan) -> StepParts | None:
     if any(equation.effects for equation in flat):
         return None
     flat, outputs = _with_split_products(jaxpr, scan, flat, outputs)
-    levels, left = _levels(jaxpr, scan, flat, outputs)
+    levels, stuck = _levels(jaxpr, scan, flat, outputs)
 
     def level(equation: Any) -> int:
         return max([CONSTANT, *(levels[x] for x in equation.outvars)])
@@ -155,11 +155,11 @@ def split_step(scan: Scan) -> StepParts | None:
     ]
     paths = dict(_sums(loop, results))
     next_carried = [outputs[place] for place in changing]
-    own_outputs = outputs[scan.carried :]
-    returned = {
-        place: own_outputs.index(variable)
+    step_outputs = outputs[scan.carried :]
+    output_of = {
+        place: step_outputs.index(variable)
         for place, variable in enumerate(next_carried)
-        if variable in own_outputs
+        if variable in step_outputs
     }
     return StepParts(
         before=part_of(
@@ -172,16 +172,16 @@ def split_step(scan: Scan) -> StepParts | None:
         inputs=tuple(inputs),
         carried=tuple(carried[place] for place in changing),
         next_carried=tuple(next_carried),
-        outputs=tuple(own_outputs),
+        outputs=tuple(step_outputs),
         loop=tuple(loop),
         weights=weights,
-        kept=tuple(dict.fromkeys(path[-1] for path in paths.values())),
-        sums={number: path[-1] for number, path in paths.items()},
-        only_added=frozenset(_only_added(loop, inputs, paths.values(), results)),
-        returned=returned,
+        totals=tuple(dict.fromkeys(path[-1] for path in paths.values())),
+        total_of={number: path[-1] for number, path in paths.items()},
+        addends=frozenset(_addends(loop, inputs, paths.values(), results)),
+        output_of=output_of,
         fixed=fixed,
         changing=changing,
-        left=tuple(dict.fromkeys(left)),
+        stuck=tuple(dict.fromkeys(stuck)),
     )
 
 
@@ -205,14 +205,14 @@ def _levels(
     levels |= dict.fromkeys(carried, CARRY)
     for place in _fixed(jaxpr, scan, outputs):
         levels[carried[place]] = CONSTANT
-    left = []
+    stuck = []
     for equation in flat:
         level = max([CONSTANT, *(levels[x] for x in variables(equation.invars))])
         if level == INPUT and not _is_movable(equation):
-            left.append(equation.primitive.name)
+            stuck.append(equation.primitive.name)
             level = CARRY
         levels |= dict.fromkeys(equation.outvars, level)
-    return levels, left
+    return levels, stuck
 
 
 def _kinds(equation: Any) -> set[Kind]:
@@ -337,10 +337,10 @@ def _sums(loop: Sequence[Any], outputs: Sequence[Any]) -> Iterator[tuple[int, li
         yield number, path
 
 
-def _only_added(
+def _addends(
     loop: Sequence[Any], inputs: Sequence[Any], paths: Iterable[list[Any]], outputs: Sequence[Any]
 ) -> Iterator[int]:
-    """Yield the places of the inputs that only sums of these paths read."""
+    """Yield the places of inputs that only sums on these paths read."""
     sums = {variable for path in paths for variable in path[1:]}
     read = set(variables(outputs))
     for equation in loop:

@@ -9,8 +9,8 @@ own cells: Appleyard et al., arXiv:1604.01946, sections 3.2 and 3.3).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,15 +65,15 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
         return equation
     scan = scan_of(equation)
     parts = split_step(scan)
-    if parts is None or (recurrences_only and not set(parts.weights) & set(parts.sums)):
+    if parts is None or (recurrences_only and not set(parts.weights) & set(parts.total_of)):
         return equation
     parallel = current()
     parallel.used.add(RECURRENCE)
-    if parts.left:
+    if parts.stuck:
         stay = "do not depend on the step before, but stay in the loop: they cannot be moved."
-        parallel.notes[f"note: a loop over {scan.length} steps: {', '.join(parts.left)} {stay}"] = (
-            None
-        )
+        parallel.notes[
+            f"note: a loop over {scan.length} steps: {', '.join(parts.stuck)} {stay}"
+        ] = None
     consts = getattr(scan.program, "consts", ())
 
     def loop_over_time(*arguments: Any) -> list[Any]:
@@ -160,7 +160,7 @@ def _run_loop(
     parts = loop.parts
 
     def body(carry: list[Any], inputs: list[Any], _: list[Any]) -> tuple[list, list, list]:
-        values = parts.run(carry, inputs, constants, _as_it_is)
+        values = parts.evaluate(carry, inputs, constants, _as_it_is)
         return values_of(values, parts.next_carried), values_of(values, parts.outputs), []
 
     after, outputs, _ = loop.scan(body, carry, inputs)
@@ -171,79 +171,98 @@ def _as_it_is(number: int, equation: Any, arguments: list[Any]) -> list[Any]:
     return evaluated(equation, arguments)
 
 
+class _Saved(NamedTuple):
+    """What the forward pass saves for the backward pass; arrays of all steps are [time, ...].
+
+    Attributes:
+      first: the carried values before the first step.
+      carries: those before each step, without those that are outputs.
+      outputs: those that are carried values, by place.
+      totals: as in `StepParts`.
+      inputs: None in place of an addend.
+      constants: of the loop.
+    """
+
+    first: list[Any]
+    carries: list[Any]
+    outputs: dict[int, Any]
+    totals: list[Any]
+    inputs: list[Any]
+    constants: list[Any]
+
+
 def _forward(
     loop: _Loop, carry: list[Any], inputs: list[Any], constants: list[Any]
-) -> tuple[tuple[list[Any], list[Any]], tuple]:
+) -> tuple[tuple[list[Any], list[Any]], _Saved]:
     parts = loop.parts
+    # A total takes the place, in memory, of what is added to the product.
+    addends = _addends_of_totals(parts)
 
-    # A kept sum takes the place of what is added in it.
-    replaced = _places_of_kept(parts)
-    places = [replaced[number] for number in sorted(replaced)]
+    def body(carry: list[Any], inputs: list[Any], slices: list[Any]) -> tuple[list, tuple, list]:
+        step_inputs = list(inputs)
+        for place, value in zip(addends.values(), slices, strict=True):
+            step_inputs[place] = value
+        values = parts.evaluate(carry, step_inputs, constants, _as_it_is)
+        totals = values_of(values, parts.totals)
+        other_totals = _without(totals, addends)
+        carries = _without(carry, parts.output_of)
+        results = values_of(values, parts.outputs), carries, other_totals
+        return values_of(values, parts.next_carried), results, [totals[n] for n in addends]
 
-    def body(carry: list[Any], inputs: list[Any], added: list[Any]) -> tuple[list, tuple, list]:
-        for place, value in zip(places, added, strict=True):
-            inputs[place] = value
-        values = parts.run(carry, inputs, constants, _as_it_is)
-        kept = values_of(values, parts.kept)
-        in_place = [kept[number] for number in sorted(replaced)]
-        others = [x for number, x in enumerate(kept) if number not in replaced]
-        own = [x for place, x in enumerate(carry) if place not in parts.returned]
-        outputs = values_of(values, parts.outputs)
-        return values_of(values, parts.next_carried), (outputs, own, others), in_place
-
-    others = [None if place in places else x for place, x in enumerate(inputs)]
-    buffers = [inputs[place] for place in places]
-    after, (outputs, carries, more), in_place = loop.scan(body, carry, others, buffers)
-    by_number = dict(zip(sorted(replaced), in_place, strict=True))
-    more_kept = iter(more)
-    kept = [by_number[n] if n in by_number else next(more_kept) for n in range(len(parts.kept))]
-    returned = {number: outputs[number] for number in parts.returned.values()}
-    needed = [None if place in parts.only_added else x for place, x in enumerate(inputs)]
-    return (after, outputs), (carry, carries, returned, kept, needed, constants)
+    buffers = [inputs[place] for place in addends.values()]
+    others = _without(inputs, addends.values())
+    after, (outputs, carries, totals), in_place = loop.scan(body, carry, others, buffers)
+    for number, total in zip(addends, in_place, strict=True):
+        totals[number] = total
+    carried_outputs = {place: outputs[place] for place in parts.output_of.values()}
+    needed = _without(inputs, parts.addends)
+    return (after, outputs), _Saved(carry, carries, carried_outputs, totals, needed, constants)
 
 
-def _backward(loop: _Loop, saved: tuple, cotangents: tuple) -> tuple:
+def _backward(loop: _Loop, saved: _Saved, cotangents: tuple) -> tuple:
     parts = loop.parts
-    first, own, returned, kept, needed, constants = saved
-    carries = _all_carries(loop, first, iter(own), returned)
+    constants = saved.constants
+    carries = _all_carries(loop, saved)
     dcarry, doutputs = cotangents
     shared = _shared_constants(parts)
-    # The gradient of a kept sum takes its place.
-    replaced = _results_of_kept(parts)
-    others = [None if number in replaced else x for number, x in enumerate(kept)]
+    # The gradient of a total takes its place.
+    results = _results_of_totals(parts)
     # For each gradient or factor that is needed of all steps, its number among what a step returns.
     # JAX gives the terms of a sum one array as their gradient, which is returned once.
     numbers: list[tuple] = []
 
-    def body(state: tuple, step: tuple, sums: list[Any]) -> tuple[tuple, list, list]:
+    def body(state: tuple, step: tuple, slices: list[Any]) -> tuple[tuple, list, list]:
         dcarry, dshared = state
-        carry, kept, inputs, doutputs = step
-        for number, value in zip(replaced, sums, strict=True):
-            kept[number] = value
-        inputs = _filled(inputs, [jnp.zeros(x.aval.shape, x.aval.dtype) for x in parts.inputs])
+        carry, totals, inputs, doutputs = step
+        totals = list(totals)
+        for number, value in zip(results, slices, strict=True):
+            totals[number] = value
+        zeros = [jnp.zeros(x.aval.shape, x.aval.dtype) for x in parts.inputs]
         weighted = [parts.loop[number].outvars[0].aval for number in parts.weights]
         taps = [jnp.zeros(result.shape, result.dtype) for result in weighted]
-        *alike, _ = varying_alike([*inputs, *taps, carry[0]])
-        inputs, taps = alike[: len(inputs)], alike[len(inputs) :]
+        *alike, _ = varying_alike([*_filled(inputs, zeros), *taps, carry[0]])
+        inputs = alike[: len(inputs)]
+        taps = alike[len(inputs) :]
 
-        def run(
+        def evaluate_again(
             carry_floats: list[Any], input_floats: list[Any], shared_floats: list[Any], taps: list
         ) -> tuple[tuple[list[Any], list[Any]], list[Any]]:
-            again = _StepAgain(parts, constants, kept, taps)
-            values = parts.run(
+            again = _StepAgain(parts, constants, totals, taps)
+            values = parts.evaluate(
                 _filled(carry_floats, carry),
                 _filled(input_floats, inputs),
                 _filled(shared_floats, constants),
                 again.compute,
             )
             next_carried = _floats(values_of(values, parts.next_carried))
-            return (next_carried, _floats(values_of(values, parts.outputs))), again.factors
+            outputs = _floats(values_of(values, parts.outputs))
+            return (next_carried, outputs), again.factors
 
         primals = _floats(carry), _floats(inputs), _those(shared, constants), taps
-        _, gradients_of, factors = jax.vjp(run, *primals, has_aux=True)
+        _, gradients_of, factors = jax.vjp(evaluate_again, *primals, has_aux=True)
         dcarry, dinputs, more, dtaps = gradients_of((dcarry, doutputs))
         of_all_steps = dinputs, dtaps, factors
-        in_place = [dtaps[number] for number in replaced.values()]
+        in_place = [dtaps[place] for place in results.values()]
         number_of = {id(leaf): number for number, leaf in enumerate(in_place)}
         returned = []
         for leaf in jax.tree.leaves(of_all_steps):
@@ -254,80 +273,78 @@ def _backward(loop: _Loop, saved: tuple, cotangents: tuple) -> tuple:
         return (dcarry, jax.tree.map(jnp.add, dshared, more)), returned, in_place
 
     state = differentiable(dcarry), jax.tree.map(jnp.zeros_like, _those(shared, constants))
-    steps = carries, others, needed, differentiable(doutputs)
-    buffers = [kept[number] for number in replaced]
-    (dcarry, dshared), stacked, in_place = loop.scan(body, state, steps, buffers, backward=True)
-    stacked = [*in_place, *stacked]
+    steps = carries, _without(saved.totals, results), saved.inputs, differentiable(doutputs)
+    buffers = [saved.totals[number] for number in results]
+    (dcarry, dshared), returned, in_place = loop.scan(body, state, steps, buffers, backward=True)
+    stacked = [*in_place, *returned]
     dinputs, dresults, factors = jax.tree.map(lambda number: stacked[number], numbers[-1])
     dconstants = complete(dshared, constants)
-    factors_left = iter(factors)
+    next_factor = iter(factors)
     for number, dresult in zip(parts.weights, dresults, strict=True):
         variable = parts.loop[number].invars[parts.weights[number]]
         place = parts.constants.index(variable)
-        gradient = _weight_gradient(parts, number, constants[place], dresult, factors_left, carries)
+        gradient = _weight_gradient(parts, number, constants[place], dresult, next_factor, carries)
         dconstants[place] = dconstants[place] + gradient
-    return complete(dcarry, first), complete(dinputs, needed), dconstants
+    return complete(dcarry, saved.first), complete(dinputs, saved.inputs), dconstants
 
 
 _run_loop.defvjp(_forward, _backward)
 
 
-def _places_of_kept(parts: StepParts) -> dict[int, int]:
-    """Return for kept values, by number, an input of the same shape that is not needed again."""
-    free = sorted(parts.only_added)
+def _without(values: Sequence[Any], places: Collection[int]) -> list[Any]:
+    """Return values with None at some places."""
+    return [None if place in places else value for place, value in enumerate(values)]
+
+
+def _addends_of_totals(parts: StepParts) -> dict[int, int]:
+    """Return for totals, by number, the place of an addend of the same shape."""
+    free = sorted(parts.addends)
     places = {}
-    for number, value in enumerate(parts.kept):
+    for number, total in enumerate(parts.totals):
         for place in free:
             aval = parts.inputs[place].aval
-            if (aval.shape, aval.dtype) == (value.aval.shape, value.aval.dtype):
+            if (aval.shape, aval.dtype) == (total.aval.shape, total.aval.dtype):
                 places[number] = place
                 free.remove(place)
                 break
     return places
 
 
-def _results_of_kept(parts: StepParts) -> dict[int, int]:
-    """Return for kept values, by number, which of the weighted results has the same gradient."""
+def _results_of_totals(parts: StepParts) -> dict[int, int]:
+    """Return for totals, by number, the place in `weights` of a product that is added to it: both
+    have the same gradient.
+    """
     places: dict[int, int] = {}
     for place, number in enumerate(parts.weights):
-        if number in parts.sums:
-            places.setdefault(parts.kept.index(parts.sums[number]), place)
+        if number in parts.total_of:
+            places.setdefault(parts.totals.index(parts.total_of[number]), place)
     return places
 
 
-def _all_carries(
-    loop: _Loop, first: list[Any], own: Iterator[Any], outputs: Mapping[int, Any]
-) -> list[Any]:
-    """Return what each step took from the one before, of all steps.
-
-    Args:
-      own: of carried values that are no outputs, in their order.
-      outputs: of all steps, by their places.
-    """
-    carries = []
-    for place, start in enumerate(first):
-        if place not in loop.parts.returned:
-            carries.append(next(own))
-            continue
-        results = outputs[loop.parts.returned[place]]
+def _all_carries(loop: _Loop, saved: _Saved) -> list[Any]:
+    """Return what each step took from the one before, [time, ...] each."""
+    carries = list(saved.carries)
+    for place, output in loop.parts.output_of.items():
+        results = saved.outputs[output]
+        start = saved.first[place][None]
         if loop.reverse:
-            carries.append(jnp.concatenate([results[1:], start[None]]))
+            carries[place] = jnp.concatenate([results[1:], start])
         else:
-            carries.append(jnp.concatenate([start[None], results[:-1]]))
+            carries[place] = jnp.concatenate([start, results[:-1]])
     return carries
 
 
 class _StepAgain:
-    """Computes a step once more, for its derivative, from what the forward pass has kept.
+    """Computes a step once more, for its derivative, from what the forward pass has saved.
 
     Attributes:
       factors: takes the other inputs of products with weights, where they are not carried.
     """
 
-    def __init__(self, parts: StepParts, constants: list[Any], kept: list[Any], taps: list[Any]):
+    def __init__(self, parts: StepParts, constants: list[Any], totals: list[Any], taps: list[Any]):
         self._parts = parts
         self._weights = dict(zip(parts.constants, constants, strict=True))
-        self._kept = dict(zip(parts.kept, kept, strict=True))
+        self._totals = dict(zip(parts.totals, totals, strict=True))
         self._taps = dict(zip(parts.weights, taps, strict=True))
         self.factors: list[Any] = []
 
@@ -340,24 +357,24 @@ class _StepAgain:
             # Its gradient comes from the tap, after the loop.
             arguments[place] = self._weights[equation.invars[place]]
             results = [self._weighted(number, equation, arguments)]
-        if equation.outvars[0] in self._kept:
-            results[0] = _known(self._kept[equation.outvars[0]], results[0])
+        if equation.outvars[0] in self._totals:
+            results[0] = _known(self._totals[equation.outvars[0]], results[0])
         return results
 
     def _weighted(self, number: int, equation: Any, arguments: list[Any]) -> Any:
         tap = self._taps[number]
-        if number not in self._parts.sums:
+        if number not in self._parts.total_of:
             return _tapped(evaluated(equation, arguments)[0], tap)
         place = 1 - self._parts.weights[number]
         if _needs_factor(self._parts, number):
             self.factors.append(arguments[place])
 
         def product(x: Any) -> Any:
-            given = list(arguments)
-            given[place] = x
-            return evaluated(equation, given)[0]
+            others = list(arguments)
+            others[place] = x
+            return evaluated(equation, others)[0]
 
-        like = self._kept[self._parts.sums[number]]
+        like = self._totals[self._parts.total_of[number]]
         return _tapped(_linear(product, arguments[place], like), tap)
 
 
@@ -404,7 +421,9 @@ def _needs_factor(parts: StepParts, number: int) -> bool:
     are all steps already.
     """
     equation = parts.loop[number]
-    return number in parts.sums and equation.invars[1 - parts.weights[number]] not in parts.carried
+    return (
+        number in parts.total_of and equation.invars[1 - parts.weights[number]] not in parts.carried
+    )
 
 
 def _weight_gradient(
@@ -412,14 +431,14 @@ def _weight_gradient(
     number: int,
     weight: Any,
     dresult: Any,
-    factors: Any,
+    factors: Iterator[Any],
     carries: list[Any],
 ) -> Any:
     """Return the gradient of the weight of an equation, from those of its results in all steps."""
     equation = parts.loop[number]
     place = parts.weights[number]
     others: list[Any] = []
-    if number in parts.sums:
+    if number in parts.total_of:
         if _needs_factor(parts, number):
             others = [next(factors)]
         else:
@@ -427,17 +446,17 @@ def _weight_gradient(
 
     def of_all_steps(weight: Any) -> Any:
         def of_step(others: list[Any]) -> Any:
-            given = [jnp.zeros(x.aval.shape, weight.dtype) for x in equation.invars]
-            given[place] = weight
+            arguments = [jnp.zeros(x.aval.shape, weight.dtype) for x in equation.invars]
+            arguments[place] = weight
             if others:
-                given[1 - place] = others[0]
-            return evaluated(equation, given)[0]
+                arguments[1 - place] = others[0]
+            return evaluated(equation, arguments)[0]
 
         return jax.vmap(of_step, axis_size=dresult.shape[0])(others)
 
     dtype = weight.dtype
     # XLA adds up in float32 in a product, but in the array's dtype in a sum.
-    if number not in parts.sums:
+    if number not in parts.total_of:
         dtype = jnp.promote_types(dtype, jnp.float32)
     # Of a product of all steps JAX makes one product over steps and rows.
     (gradient,) = jax.linear_transpose(of_all_steps, weight.astype(dtype))(dresult.astype(dtype))

@@ -239,7 +239,7 @@ def test_random_numbers_are_drawn_step_by_step():
     plain, ours = (scan(step, jnp.ones((ROWS, WIDTH)), xs)[1] for scan in (lax.scan, scan_time))
     assert_close(ours, plain, 1e-6)
     [loop] = jax.make_jaxpr(lambda h: lax.scan(step, h, xs))(jnp.ones((ROWS, WIDTH))).eqns[-1:]
-    assert split_step(scan_of(loop)).left == ("random_bits",)
+    assert split_step(scan_of(loop)).stuck == ("random_bits",)
 
 
 def test_frozen_weights_and_a_carry_without_a_gradient():
