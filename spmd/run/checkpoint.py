@@ -518,10 +518,7 @@ class CheckpointStore(CheckpointReader):
             self._saved = self.latest()
             if isinstance(error, SpmdError):
                 raise
-            raise CheckpointError(
-                f"a checkpoint could not be written to {self.folder}: {first_line(error)}",
-                fix=LOOK_AT_DISK,
-            ) from error
+            raise self._not_written(error) from error
         if self._saved is not None and not self._path(self._saved).exists():
             missing = self._saved
             self._saved = None
@@ -535,24 +532,48 @@ class CheckpointStore(CheckpointReader):
         """Release the folder, even if Ctrl-C interrupts the wait. A save that has failed is a
         warning: an error would take the place of the one that ends the run.
         """
+        if error := self._close():
+            logging.getLogger("spmd").warning(
+                "a checkpoint could not be written to %s: %s", self.folder, first_line(error)
+            )
+
+    def _close(self) -> BaseException | None:
+        """Release the folder; returns the error of a save that was not raised yet."""
+        error = None
         try:
             self._thread.shutdown()
             if "_manager" in vars(self):
-                # Orbax raises the error of a save once in each thread, and closes only after that.
+                # Orbax raises the error of a save once in each thread, and closes only after that:
+                # first that of the arrays, then that of its own metadata.
                 with contextlib.suppress(Exception):
                     self._manager.wait_until_finished()
-                self._manager.close()
-            if error := self._written.exception():
-                logging.getLogger("spmd").warning(
-                    "a checkpoint could not be written to %s: %s", self.folder, first_line(error)
-                )
+                try:
+                    self._manager.close()
+                except Exception as of_metadata:
+                    error = of_metadata
+                    with contextlib.suppress(Exception):
+                        self._manager.close()
+            return self._written.exception() or error
         finally:
             if self._ownership is not None:
                 self._ownership.release()
 
     def close(self) -> None:
-        """Wait, and release the folder."""
+        """Wait, and release the folder.
+
+        Raises:
+          CheckpointError: a checkpoint could not be written.
+        """
         try:
             self.wait()
-        finally:
+        except BaseException:
             self.release()
+            raise
+        if error := self._close():
+            raise self._not_written(error) from error
+
+    def _not_written(self, error: BaseException) -> CheckpointError:
+        return CheckpointError(
+            f"a checkpoint could not be written to {self.folder}: {first_line(error)}",
+            fix=LOOK_AT_DISK,
+        )

@@ -30,6 +30,7 @@ from spmd.run import checkpoint, device_snapshot, retention
 from spmd.run.checkpoint import CheckpointStore
 from spmd.run.evaluate_and_save import Evaluator
 from spmd.run.step_metrics import StepMetrics
+from spmd.sweeps.storage import open_checkpoints
 from spmd.train.state import State
 from tests.processes import ROOT, environment
 
@@ -460,3 +461,37 @@ def test_a_copy_is_made_where_each_device_has_room_for_it_beside_all_that_it_eve
     assert not room(Array([wide, narrow], 200), Array([wide], 600))  # 1.2 * 800 of 900
     assert not room(Array([wide, narrow], 260))  # 1.2 * 260 of 300
     assert room(Array([Device()], 10**6))  # a host's memory, which says nothing
+
+
+def failing_once(store, monkeypatch):
+    """Orbax's own metadata is written in a thread of its own, whose error `close` raises once."""
+    close = store._manager.close
+    errors = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def fail_and_then_close():
+        if errors:
+            raise errors.pop()
+        close()
+
+    monkeypatch.setattr(store._manager, "close", fail_and_then_close)
+    return errors
+
+
+def test_failed_metadata_of_orbax_name_the_folder(tmp_path, monkeypatch):
+    fit(checkpoint=spmd.Checkpoint(tmp_path, every=2), steps=2)
+    store = CheckpointStore(spmd.Checkpoint(tmp_path))
+    store.steps()
+    errors = failing_once(store, monkeypatch)
+    with pytest.raises(CheckpointError, match="No space left on device") as raised:
+        store.close()
+    assert not errors
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_failed_metadata_of_orbax_hide_no_other_error(tmp_path, monkeypatch, caplog):
+    fit(checkpoint=spmd.Checkpoint(tmp_path / "run", every=2), steps=2)
+    with pytest.raises(ZeroDivisionError), open_checkpoints(tmp_path / "run") as store:
+        store.steps()
+        failing_once(store, monkeypatch)
+        raise ZeroDivisionError
+    assert f"could not be written to {tmp_path / 'run'}: OSError" in caplog.text
