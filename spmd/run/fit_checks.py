@@ -100,7 +100,7 @@ def check_watch(config: RunConfig, program: TrainingProgram) -> None:
         mode = exchange.resolved.layout.parameter_server.mode
         why = (
             f'watch: under a parameter server in mode "{mode}" each worker\'s gradient is '
-            "applied by itself, so there is no mean gradient to count."
+            "applied separately, so there is no mean gradient to count."
         )
         raise OptionError(why, fix=f"spmd.Watch(every={watch.every}, gradients=False).")
     traced = range(0) if profile is None else range(profile.begin + 1, profile.end + 1)
