@@ -43,7 +43,7 @@ def scan_time(
       >>> step = lambda h, x: (jnp.tanh(x @ w + h @ w),) * 2
       >>> h, y = scan_time(step, jnp.zeros((1, 2)), jnp.ones((3, 1, 2)))
       >>> y.shape, round(float(h[0, 0]), 4)
-      ((3, 1, 2), 0.9562)
+      ((3, 1, 2), 0.9597)
     """
     scan = functools.partial(lax.scan, step, reverse=reverse, unroll=unroll)
     closed, shapes = jax.make_jaxpr(scan, return_shape=True)(carry, xs)

@@ -122,7 +122,7 @@ def test_options_of_codecs_and_the_top_are_listed():
     assert not [codec for codec in CODECS if f'`"{codec}"`' not in below]
     assert (
         "`description`" in sections("layouts")["At the top"]
-        and len(list(keys())) == 18
+        and len(list(keys())) == 19
         and Gradients().codec == "exact"
     )
 
