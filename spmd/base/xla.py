@@ -96,7 +96,9 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def varying_alike(values: list[Any]) -> list[Any]:
-    """Arrays that are taken to vary along the same manual mesh axes: those of any of them."""
+    """Return the arrays, each marked as varying along all manual mesh axes along which any of them
+    varies.
+    """
     axes = frozenset[str]().union(*map(varying_axes, values))
     alike = []
     for value in values:

@@ -174,10 +174,10 @@ class Recurrence:
 
     `implementation` is "hoisted": what does not depend on the step before is computed for all time
     steps at once, before the loop, such as a cell's product with its input; the gradients of
-    recurrent weights are one product over all steps, after the loop of the backward pass. So are
-    all loops of a model, also those of `nnx.RNN` and `linen.RNN`. "auto": those of
-    `spmd.nn.RNNStack` and `spmd.nn.Bidirectional`; others are as the model has them. "as_written":
-    all are.
+    recurrent weights are one product over all steps, after the loop of the backward pass. This
+    applies to every recurrence of the model, including those of `nnx.RNN`, `linen.RNN` and
+    `jax.lax.scan`. "auto": it applies to `spmd.nn.RNNStack` and `spmd.nn.Bidirectional` alone.
+    "as_written": it applies to none.
 
     Args:
       implementation: see above.

@@ -291,7 +291,7 @@ def _put(tree: Tree, number: Any, part: Tree) -> Tree:
 
 def _no_gradient(leaf: Any) -> Any:
     """Return a gradient of zero."""
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return jnp.zeros_like(leaf)
     # The cotangent of integers, as `jax.custom_vjp` asks for it.
     return np.zeros(leaf.shape, jax.dtypes.float0)

@@ -127,7 +127,9 @@ class ParallelConfig:
         if self.recurrence == "hoisted" and RECURRENCE not in self.used:
             raise LayoutError(
                 f'{source}: [recurrence] implementation = "hoisted", but the loss has no loop over '
-                "time with a product of a weight and what it carries.",
+                "time with a product of a weight and what it carries. Products inside of a cell's "
+                "jax.checkpoint, of jax.shard_map, or with a gradient of their own, as those of "
+                "[[precision]], do not count.",
                 fix="nnx.RNN, linen.RNN or jax.lax.scan in the model; or a layout without "
                 "[recurrence].",
             )

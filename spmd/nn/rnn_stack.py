@@ -38,11 +38,12 @@ class RNNStack(nnx.Module):
     """Recurrent layers on top of each other: `carry, y = cell(carry, x)` for every time step; each
     layer's output is the next one's input.
 
-    On one device it is a `lax.scan` over time for each layer. Under a layout with `[pipeline]` each
-    device along its axis has `layers / stages` of them and works on one chunk of time while the
-    device before works on the next: a wavefront of T / c + p - 1 ticks for T steps in chunks of c
-    on p devices (GNMT, Wu et al., arXiv:1609.08144). The result is the same. A last chunk that is
-    not full is padded and masked.
+    On one device it is a loop over time for each layer (`spmd.nn.time_scan`), with a gradient in
+    reverse mode alone: for `jax.jvp` use `lax.scan` with the modules that `cell` returns. Under a
+    layout with `[pipeline]` each device along its axis has `layers / stages` of them and works on
+    one chunk of time while the device before works on the next: a wavefront of T / c + p - 1 ticks
+    for T steps in chunks of c on p devices (GNMT, Wu et al., arXiv:1609.08144). The result is the
+    same. A last chunk that is not full is padded and masked.
 
     Parameters are those of one cell with a leading dim of layers, [layers, ...]:
     `stack/cells/dense_h/kernel`; see `LayerStack`.

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from spmd.jaxpr.inner_programs import Scan, inner_jaxprs, opened
@@ -30,7 +31,6 @@ CHEAP = (Kind.ELEMENTWISE, Kind.MOVEMENT, Kind.CREATION)
 # generators depend on the shape that is drawn.
 MOVABLE = (
     *CHEAP,
-    Kind.COLLECTIVE,
     Kind.CUMULATIVE,
     Kind.FACTORIZATION,
     Kind.LOOKUP,
@@ -41,6 +41,9 @@ MOVABLE = (
     Kind.WINDOW,
 )
 SUMS = ("add", "add_any", "sub")
+# A result with more than this many times the bytes of a step's inputs and of what is carried is not
+# computed for all steps at once, such as the scores of attention inside of a cell.
+LARGE = 16
 # What a value depends on: nothing that changes from step to step, the step's inputs, the step
 # before.
 CONSTANT, INPUT, CARRY = range(3)
@@ -58,7 +61,7 @@ class StepParts:
       outputs: of a step.
       loop: the equations that stay.
       weights: by the number of such an equation, the place of a constant among its inputs in which
-        it is linear: its gradient is one product over all steps, after the loop.
+        it is linear: its gradient is computed after the loop, from all steps.
       totals: products, or sums with them, that the forward pass saves for the backward pass, beside
         what is carried. Others are computed again.
       total_of: by the number of a product, the one of `totals` to which it is added.
@@ -111,7 +114,7 @@ def values_of(values: Mapping[Any, Any], atoms: Iterable[Any]) -> list[Any]:
     results = []
     for atom in atoms:
         if is_literal(atom):
-            results.append(atom.val)
+            results.append(np.asarray(atom.val, atom.aval.dtype))
         else:
             results.append(values[atom])
     return results
@@ -121,6 +124,8 @@ def split_step(scan: Scan) -> StepParts | None:
     """Return the parts of the step of a loop; None if nothing can be taken out of the loop."""
     jaxpr = opened(scan.program)
     flat, outputs = inlined(jaxpr, SMALL)
+    # without those that have neither outputs nor effects
+    flat = without_unused(flat, outputs)
     if any(equation.effects for equation in flat):
         return None
     flat, outputs = _with_split_products(jaxpr, scan, flat, outputs)
@@ -159,7 +164,7 @@ def split_step(scan: Scan) -> StepParts | None:
     output_of = {
         place: step_outputs.index(variable)
         for place, variable in enumerate(next_carried)
-        if variable in step_outputs
+        if not is_literal(variable) and variable in step_outputs
     }
     return StepParts(
         before=part_of(
@@ -206,9 +211,15 @@ def _levels(
     for place in _fixed(jaxpr, scan, outputs):
         levels[carried[place]] = CONSTANT
     stuck = []
+    step_bytes = sum(map(_bytes, {*carried, *inputs}))
     for equation in flat:
         level = max([CONSTANT, *(levels[x] for x in variables(equation.invars))])
-        if level == INPUT and not _is_movable(equation):
+        is_large = sum(map(_bytes, equation.outvars)) > LARGE * step_bytes
+        if level == INPUT and (is_large or not _is_movable(equation)):
+            stuck.append(equation.primitive.name)
+            level = CARRY
+        # Such a gradient need not be linear: that of each step is to be computed alone.
+        if level == CONSTANT and _has_own_gradient(equation):
             stuck.append(equation.primitive.name)
             level = CARRY
         levels |= dict.fromkeys(equation.outvars, level)
@@ -222,6 +233,12 @@ def _kinds(equation: Any) -> set[Kind]:
         return {kind}
     inner = [x for jaxpr in inner_jaxprs(equation) for x in equations(jaxpr)]
     return {known(x.primitive.name).kind for x in inner} - {Kind.CALL, Kind.CUSTOM}
+
+
+def _has_own_gradient(equation: Any) -> bool:
+    """Return whether an equation runs a function that has a backward pass of its own."""
+    inner = [x for jaxpr in inner_jaxprs(equation) for x in equations(jaxpr)]
+    return any(x.primitive.name.startswith("custom_vjp") for x in [equation, *inner])
 
 
 def _is_movable(equation: Any) -> bool:

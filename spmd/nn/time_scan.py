@@ -1,5 +1,5 @@
-"""A scan over time that computes as much as it can outside of its loop: `lax.scan` with the same
-results.
+"""A scan over time that computes as much as it can outside of its loop: the results and gradients
+of `lax.scan`, in reverse mode.
 
 The products of a recurrent cell with its inputs are one product for all steps, before the loop. In
 the backward pass the gradient of the recurrent weights is one product over all steps, after the
@@ -9,7 +9,7 @@ own cells: Appleyard et al., arXiv:1604.01946, sections 3.2 and 3.3).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,22 +64,28 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
     if equation.primitive.name != "scan":
         return equation
     scan = scan_of(equation)
+    # without steps there is nothing to compute
+    if not scan.length:
+        return equation
     parts = split_step(scan)
     if parts is None or (recurrences_only and not set(parts.weights) & set(parts.total_of)):
         return equation
     parallel = current()
     parallel.used.add(RECURRENCE)
     if parts.stuck:
-        stay = "do not depend on the step before, but stay in the loop: they cannot be moved."
-        parallel.notes[
-            f"note: a loop over {scan.length} steps: {', '.join(parts.stuck)} {stay}"
-        ] = None
+        why = (
+            f"note: a loop over {scan.length} steps computes {', '.join(parts.stuck)} in each "
+            "step, though that does not depend on the step before: it draws random numbers, has a "
+            "gradient of its own, runs a program, or takes much more memory for all steps at once."
+        )
+        parallel.notes[why] = None
     consts = getattr(scan.program, "consts", ())
 
     def loop_over_time(*arguments: Any) -> list[Any]:
         constants, carried, xs = scan.split(arguments)
         fixed = [carried[place] for place in parts.fixed]
-        loop = _Loop(parts, scan.length, equation.params["reverse"], equation.params["unroll"])
+        reverse = bool(equation.params["reverse"])
+        loop = _Loop(parts, scan.length, reverse, equation.params["unroll"])
         before = jaxpr_as_fun(ClosedJaxpr(parts.before, []))
         shared = [*consts, *constants, *fixed]
         computed = jax.vmap(
@@ -146,7 +152,7 @@ class _Loop:
             step,
             (carry, list(buffers)),
             (jnp.arange(self.length), xs),
-            reverse=self.reverse is not backward,
+            reverse=self.reverse != backward,
             unroll=self.unroll,
         )
         return carry, outputs, buffers
@@ -161,10 +167,17 @@ def _run_loop(
 
     def body(carry: list[Any], inputs: list[Any], _: list[Any]) -> tuple[list, list, list]:
         values = parts.evaluate(carry, inputs, constants, _as_it_is)
-        return values_of(values, parts.next_carried), values_of(values, parts.outputs), []
+        return _next_carried(parts, values, carry), values_of(values, parts.outputs), []
 
     after, outputs, _ = loop.scan(body, carry, inputs)
     return after, outputs
+
+
+def _next_carried(parts: StepParts, values: Mapping[Any, Any], carry: list[Any]) -> list[Any]:
+    """Return what a step carries to the next one; a literal varies along mesh axes as the value
+    before does.
+    """
+    return varying_alike([*values_of(values, parts.next_carried), *carry])[: len(carry)]
 
 
 def _as_it_is(number: int, equation: Any, arguments: list[Any]) -> list[Any]:
@@ -177,7 +190,7 @@ class _Saved(NamedTuple):
     Attributes:
       first: the carried values before the first step.
       carries: those before each step, without those that are outputs.
-      outputs: those that are carried values, by place.
+      outputs: by the place of an output, those that are also carried.
       totals: as in `StepParts`.
       inputs: None in place of an addend.
       constants: of the loop.
@@ -207,7 +220,7 @@ def _forward(
         other_totals = _without(totals, addends)
         carries = _without(carry, parts.output_of)
         results = values_of(values, parts.outputs), carries, other_totals
-        return values_of(values, parts.next_carried), results, [totals[n] for n in addends]
+        return _next_carried(parts, values, carry), results, [totals[n] for n in addends]
 
     buffers = [inputs[place] for place in addends.values()]
     others = _without(inputs, addends.values())
@@ -358,7 +371,7 @@ class _StepAgain:
             arguments[place] = self._weights[equation.invars[place]]
             results = [self._weighted(number, equation, arguments)]
         if equation.outvars[0] in self._totals:
-            results[0] = _known(self._totals[equation.outvars[0]], results[0])
+            results[0] = _with_value(self._totals[equation.outvars[0]], results[0])
         return results
 
     def _weighted(self, number: int, equation: Any, arguments: list[Any]) -> Any:
@@ -392,13 +405,13 @@ def _tapped_derivative(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
 
 
 @jax.custom_jvp
-def _known(value: Any, computed: Any) -> Any:
+def _with_value(value: Any, computed: Any) -> Any:
     """Return `value`, with the derivative of `computed`: what computes that alone is left out."""
     return value
 
 
-@_known.defjvp
-def _known_derivative(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+@_with_value.defjvp
+def _with_value_derivative(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
     return primals[0], tangents[1]
 
 
@@ -450,22 +463,23 @@ def _weight_gradient(
             arguments[place] = weight
             if others:
                 arguments[1 - place] = others[0]
-            return evaluated(equation, arguments)[0]
+            return evaluated(equation, varying_alike(arguments))[0]
 
         return jax.vmap(of_step, axis_size=dresult.shape[0])(others)
 
-    dtype = weight.dtype
+    like = weight
     # XLA adds up in float32 in a product, but in the array's dtype in a sum.
     if number not in parts.total_of:
-        dtype = jnp.promote_types(dtype, jnp.float32)
+        like = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+        dresult = dresult.astype(like.dtype)
     # Of a product of all steps JAX makes one product over steps and rows.
-    (gradient,) = jax.linear_transpose(of_all_steps, weight.astype(dtype))(dresult.astype(dtype))
+    (gradient,) = jax.linear_transpose(of_all_steps, like)(dresult)
     return gradient.astype(weight.dtype)
 
 
 def _shared_constants(parts: StepParts) -> set[int]:
     """Return the places of constants whose gradient is added up in the loop."""
-    read = {*parts.next_carried, *parts.outputs}
+    read = set(variables([*parts.next_carried, *parts.outputs]))
     for number, equation in enumerate(parts.loop):
         weight = parts.weights.get(number)
         others = [x for place, x in enumerate(equation.invars) if place != weight]

@@ -49,7 +49,8 @@ def _rewritten_equation(equation: Any) -> Any:
     taken = hoisted(equation, recurrences_only=True)
     if taken is not equation:
         return taken
-    # A function with a gradient of its own is differentiated by that, not by its program.
-    if equation.primitive.name.startswith("custom_vjp"):
+    # A function with a gradient of its own is differentiated by that, not by its program; and the
+    # axes of a region of shards have no names here.
+    if equation.primitive.name.startswith(("custom_vjp", "shard_map")):
         return equation
     return with_programs(equation, lambda _, program: _rewritten(opened(program)))

@@ -82,6 +82,31 @@ def carry_by_carry(params, h, x):
     return h, h
 
 
+@jax.custom_vjp
+def clipped_gradient(x):
+    return x
+
+
+clipped_gradient.defvjp(lambda x: (x, None), lambda _, grad: (jnp.clip(grad, -0.1, 0.1),))
+
+
+def gradients_of_its_own(params, h, x):
+    """A function whose gradient of a sum is not the sum of its gradients, of a constant, of a
+    weight, and of inputs.
+    """
+    weights = clipped_gradient(params["of_h"])
+    h = jnp.tanh(clipped_gradient(x @ params["of_x"]) + h @ weights)
+    h = h + 0.1 * clipped_gradient(params["bias"])
+    return h, h
+
+
+def sums_with_constants(params, h, x):
+    """After the products, of several shapes."""
+    z = x @ params["of_x"] + h @ params["of_h"] + params["bias"]
+    h = jnp.tanh(0.3 * (params["scale"] - z + params["bias"][0]))
+    return h + 0.1 * params["bias"].reshape(1, -1), h - 0.1 * params["of_x"].sum()
+
+
 CELLS = {
     "nnx.LSTMCell": lambda: nnx_cell(nnx.LSTMCell),
     "nnx.OptimizedLSTMCell": lambda: nnx_cell(nnx.OptimizedLSTMCell),
@@ -97,6 +122,8 @@ CELLS = {
     "normalized": lambda: own_cell(normalized, "of_x", "of_h"),
     "one weight for all": lambda: own_cell(one_weight_for_all, "w"),
     "carry by carry": lambda: own_cell(carry_by_carry, "of_x", "of_h"),
+    "gradients of its own": lambda: own_cell(gradients_of_its_own, "of_x", "of_h"),
+    "sums with constants": lambda: own_cell(sums_with_constants, "of_x", "of_h"),
 }
 
 
@@ -283,8 +310,9 @@ def test_under_transformations_of_jax():
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_on_shards_of_rows(check_vma):
-    step, params, carry, xs = CELLS["nnx.OptimizedLSTMCell"]()
+@pytest.mark.parametrize("name", ["nnx.OptimizedLSTMCell", "sums with constants"])
+def test_on_shards_of_rows(name, check_vma):
+    step, params, carry, xs = CELLS[name]()
     params = cast(params, jnp.float32)
     mesh = jax.make_mesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     carry, xs = cast((carry, xs), jnp.float32)
@@ -323,3 +351,101 @@ def test_loop_without_anything_to_take_out_stays():
     run = functools.partial(scan_time, step)
     [loop] = jax.make_jaxpr(run)(jnp.float32(0), jnp.ones(TIME)).eqns
     assert loop.primitive.name == "scan"
+
+
+@pytest.mark.parametrize("reverse", [0, 1, np.bool_(True)])
+def test_reverse_may_be_a_number(reverse):
+    step, *arguments = CELLS["nnx.GRUCell"]()
+    scan = functools.partial(scan_time, reverse=reverse)
+    found = values_and_gradients(scan, step, *cast(arguments, jnp.float32))
+    assert_close(found, in_float64(step, arguments, reverse=bool(reverse)), 1e-6)
+
+
+def test_literals_that_a_step_carries_and_returns():
+    weights = jnp.asarray(random(0, WIDTH, WIDTH), jnp.float32)
+    xs = jnp.asarray(random(1, TIME, ROWS, WIDTH), jnp.float32)
+
+    def gradient(scan):
+        def loss(weights):
+            def step(carry, x):
+                h, is_first = carry
+                h = jnp.tanh(x @ weights + jnp.where(is_first, 2 * x, h @ weights))
+                return (h, False), (h, 0.0)
+
+            (h, _), (y, zeros) = scan(step, (jnp.zeros((ROWS, WIDTH)), True), xs)
+            return (h * y).sum() + zeros.sum()
+
+        return jax.grad(loss)(weights)
+
+    assert_close(gradient(scan_time), gradient(lax.scan), 1e-6)
+
+
+def test_products_with_results_of_another_dtype():
+    arguments = cast((random(0, WIDTH, WIDTH), random(1, TIME, ROWS, WIDTH)), jnp.bfloat16)
+
+    def gradient(scan, dtype):
+        def loss(weights, xs):
+            def step(h, x):
+                z = jnp.dot(h, weights, preferred_element_type=jnp.float32) + x
+                h = jnp.tanh(z).astype(weights.dtype)
+                return h, h
+
+            return scan(step, jnp.zeros_like(xs[0]), xs)[1].astype(jnp.float32).sum()
+
+        return jax.grad(loss)(*cast(arguments, dtype))
+
+    expected = gradient(lax.scan, jnp.float32)
+    ours, plain = (
+        cast(gradient(scan, jnp.bfloat16), jnp.float32) for scan in (scan_time, lax.scan)
+    )
+    error = relative_difference(ours, expected)
+    assert error <= max(relative_difference(plain, expected), 2**-6)
+
+
+def test_loop_without_steps():
+    step, params, carry, xs = CELLS["nnx.OptimizedLSTMCell"]()
+    arguments = cast((params, carry, xs[:0]), jnp.float32)
+    ours = values_and_gradients(scan_time, step, *arguments)
+    plain = values_and_gradients(lax.scan, step, *arguments)
+    jax.tree.map(np.testing.assert_array_equal, ours, plain)
+
+
+def test_complex_numbers():
+    decay = jnp.asarray(random(0, WIDTH) + 1j * random(1, WIDTH), jnp.complex64)
+    weights = jnp.asarray(random(2, WIDTH, WIDTH), jnp.complex64)
+    xs = jnp.asarray(random(3, TIME, ROWS, WIDTH), jnp.float32)
+
+    def gradient(scan):
+        def loss(decay, weights):
+            def step(h, x):
+                h = 0.3 * h @ weights + h * decay * 0.1 + x @ weights
+                return h, h.real
+
+            return (scan(step, jnp.zeros((ROWS, WIDTH), jnp.complex64), xs)[1] ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(decay, weights)
+
+    assert_close(gradient(scan_time), gradient(lax.scan), 1e-5)
+
+
+def test_large_results_are_not_computed_for_all_steps_at_once():
+    """Scores of additive attention over a memory."""
+    memory = jnp.asarray(random(0, 64, WIDTH), jnp.float32)
+    weights = jnp.asarray(random(1, WIDTH, WIDTH), jnp.float32)
+
+    def step(h, x):
+        scores = jnp.tanh(x[:, None] @ weights + memory).sum(-1)
+        h = jnp.tanh(h @ weights + jax.nn.softmax(scores) @ memory)
+        return h, h
+
+    xs = jnp.asarray(random(2, TIME, ROWS, WIDTH), jnp.float32)
+
+    def run(h):
+        return lax.scan(step, h, xs)
+
+    [loop] = jax.make_jaxpr(run)(jnp.zeros((ROWS, WIDTH))).eqns[-1:]
+    parts = split_step(scan_of(loop))
+    assert max(x.aval.size for x in parts.inputs) < ROWS * 64 * WIDTH
+    assert "add" in parts.stuck
+    plain, ours = (scan(step, jnp.zeros((ROWS, WIDTH)), xs) for scan in (lax.scan, scan_time))
+    assert_close(ours, plain, 1e-6)
