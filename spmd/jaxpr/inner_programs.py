@@ -93,9 +93,12 @@ class Scan(NamedTuple):
 def scan_of(equation: Any) -> Scan:
     """Return the parts of an equation that is a `lax.scan`."""
     params = equation.params
-    # jax 0.11 has trees of inputs, and earlier releases numbers of them.
-    if "ft_in" in params:
+    # jax 0.11 has trees of inputs, of another class in a backward pass; earlier releases have
+    # numbers of them.
+    if hasattr(params.get("ft_in"), "elts"):
         constants, carried, _ = (len(list(tree)) for tree in params["ft_in"].elts)
+    elif "ft_in" in params:
+        constants, carried, _ = (part.num_leaves for part in params["ft_in"].tree.children())
     else:
         constants, carried = params["num_consts"], params["num_carry"]
     return Scan(params["jaxpr"], constants, carried, params["length"])

@@ -203,3 +203,14 @@ def test_evaluated_takes_other_shapes():
 def test_equations_are_found_at_any_depth():
     names = {each.primitive.name for each in equations(jax.make_jaxpr(scanned)(X).jaxpr)}
     assert {"scan", "dot_general", "reduce_sum"} <= names
+
+
+def test_scan_of_a_backward_pass():
+    """jax 0.11 describes its inputs by another class."""
+
+    def total(w):
+        return lax.scan(lambda x, w: (jnp.tanh(w * x), x), 1.0, w)[0]
+
+    closed = jax.make_jaxpr(jax.grad(total))(jnp.ones(3))
+    scans = [scan_of(each) for each in closed.jaxpr.eqns if each.primitive.name == "scan"]
+    assert [(scan.carried, scan.length) for scan in scans] == [(1, 3), (1, 3)]
