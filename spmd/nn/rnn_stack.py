@@ -426,9 +426,8 @@ def _check_carry(before: Tree, after: Tree) -> None:
     Raises:
       ModelError: it does not.
     """
-    ours, theirs = (
-        _shown(tree, [describe(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (before, after)
-    )
+    ours = _shown(before, [describe(leaf) for leaf in jax.tree.leaves(before)])
+    theirs = _shown(after, [describe(leaf) for leaf in jax.tree.leaves(after)])
     same_structure = jax.tree.structure(before) == jax.tree.structure(after)
     if not same_structure or ours != theirs:
         raise ModelError(
