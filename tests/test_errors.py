@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import spmd
 from spmd import errors
 from spmd.base.tree import abstract, flatten
-from spmd.layout import toml_reader
+from spmd.layout import layout_files
 from spmd.layout.check import fit_layout
 from spmd.mesh import MeshSpec
 
@@ -133,8 +133,8 @@ def test_layout_name_of_other_libraries(name, meant):
 
 
 def test_other_names_of_layouts_are_of_shipped_ones():
-    assert set(toml_reader.OTHER_NAMES.values()) <= set(toml_reader.shipped())
-    assert not set(toml_reader.OTHER_NAMES) & set(toml_reader.shipped())
+    assert set(layout_files.OTHER_NAMES.values()) <= set(layout_files.shipped())
+    assert not set(layout_files.OTHER_NAMES) & set(layout_files.shipped())
 
 
 def test_unknown_layout_name(golden):
@@ -348,7 +348,7 @@ def test_max_replicated_out_of_reach_of_rules(golden, folder):
     ), "another size"
     check(spmd.Layout.load("data_parallel"), "data=8")
     (folder / "mine.toml").write_text(
-        toml_reader.shipped()["fsdp"]
+        layout_files.shipped()["fsdp"]
         .read_text()
         .replace("max_replicated = 0.5", "max_replicated = 1")
     )

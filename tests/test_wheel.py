@@ -16,7 +16,7 @@ CODE = """
 import spmd, sys
 spmd.simulate_devices(4)
 import jax.numpy as jnp, numpy as np, optax
-from spmd.layout.toml_reader import shipped_folder
+from spmd.layout.layout_files import shipped_folder
 assert shipped_folder().is_relative_to(sys.argv[1]), shipped_folder()
 model = spmd.FunctionalModel(lambda key: {"w": jnp.zeros((8, 1))}, lambda params, x: x @ params["w"])
 x = np.random.default_rng(0).normal(size=(64, 8)).astype("float32")

@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import spmd
 from docs.building import charts, concepts, places
-from spmd.layout.toml_reader import shipped
+from spmd.layout.layout_files import shipped
 from spmd.render.html import STYLE
 from spmd.viz.collectives import KINDS
 

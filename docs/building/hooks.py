@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, InclusionLevel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # MkDocs loads this file alone
 from docs.building import draw, notebook_pages
-from spmd.layout.toml_reader import load, shipped
+from spmd.layout.layout_files import load, shipped
 from spmd.render.html import STYLE
 
 ROOT = Path(__file__).resolve().parents[2]

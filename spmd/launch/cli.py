@@ -175,7 +175,7 @@ def _add_commands(top: Any) -> None:
 
 
 def _list(options: argparse.Namespace) -> str:
-    from spmd.layout.toml_reader import load, shipped
+    from spmd.layout.layout_files import load, shipped
     from spmd.render.html import aligned
 
     del options
@@ -183,7 +183,7 @@ def _list(options: argparse.Namespace) -> str:
 
 
 def _show(options: argparse.Namespace) -> str:
-    from spmd.layout.toml_reader import shipped, shipped_layout_hint
+    from spmd.layout.layout_files import shipped, shipped_layout_hint
 
     paths = shipped()
     if options.name not in paths:
@@ -199,8 +199,8 @@ def _check(options: argparse.Namespace) -> str:
     from spmd.base.tree import flatten
     from spmd.data.batches import check_batch
     from spmd.layout.check import fit_layout
+    from spmd.layout.layout_files import load_registered
     from spmd.layout.summary import summary
-    from spmd.layout.toml_reader import load_registered
     from spmd.models.wrap import wrap
     from spmd.sync.gradient_sync import GradientSync
     from spmd.sync.mesh_axes import MeshAxes

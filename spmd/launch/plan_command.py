@@ -15,7 +15,7 @@ from spmd.base.deprecated import warn
 from spmd.base.user_paths import output_path
 from spmd.errors import OptionError
 from spmd.launch.script_fit import call_at_fit
-from spmd.layout.toml_reader import load_registered
+from spmd.layout.layout_files import load_registered
 from spmd.planner.cluster import Cluster
 from spmd.planner.target import load as load_target, shipped
 from spmd.render.terminal import paint, show_lines, show_progress

@@ -140,6 +140,14 @@ class Memory:
     optimizer: str = "device"
 
 
+def _check_implementation(table: Any, known: tuple[str, ...]) -> None:
+    if table.implementation not in known:
+        raise OptionError(
+            f"{type(table).__name__}(implementation={short_repr(table.implementation)}).",
+            fix=did_you_mean(str(table.implementation), known),
+        )
+
+
 @trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class Attention:
@@ -162,9 +170,7 @@ class Attention:
     implementation: str = "auto"
 
     def __post_init__(self):
-        if self.implementation not in IMPLEMENTATIONS:
-            why = f"Attention(implementation={short_repr(self.implementation)})."
-            raise OptionError(why, fix=did_you_mean(str(self.implementation), IMPLEMENTATIONS))
+        _check_implementation(self, IMPLEMENTATIONS)
 
 
 @trims_tracebacks
@@ -190,9 +196,7 @@ class Recurrence:
     implementation: str = "auto"
 
     def __post_init__(self):
-        if self.implementation not in LOOPS:
-            why = f"Recurrence(implementation={short_repr(self.implementation)})."
-            raise OptionError(why, fix=did_you_mean(str(self.implementation), LOOPS))
+        _check_implementation(self, LOOPS)
 
 
 @trims_tracebacks

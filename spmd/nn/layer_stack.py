@@ -29,7 +29,7 @@ from spmd.nn.stacking import (
     stack_modules,
     unstack_module,
 )
-from spmd.nn.written_attention import fuse_attention
+from spmd.nn.written_loops import rewritten
 from spmd.wire import collectives
 
 # per stage, if a layout does not say: then a pipeline is idle for at most a fifth of its time
@@ -101,7 +101,7 @@ class LayerStack(nnx.Module):
             call_changed = functools.partial(call_layer, change=change)
             # The program of a pipeline cannot be changed afterwards, as that of a loss is.
             if parallel.stages > 1:
-                call_changed = fuse_attention(call_changed)
+                call_changed = rewritten(call_changed)
             return call_changed(x, inputs, variables)
 
         if parallel.tap is not None:

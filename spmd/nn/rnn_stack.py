@@ -27,6 +27,7 @@ from spmd.nn.stacking import (
     Repeated,
     run_layers,
     scan_layers,
+    shown,
     stack_modules,
     unstack_module,
 )
@@ -213,8 +214,11 @@ class Cells:
         """
         defaults = jax.eval_shape(self.initial_carries, x)
 
-        def shown(tree: Tree) -> str:
-            return _shown(tree, [str(list(leaf.shape)) for leaf in jax.tree.leaves(tree)])
+        def described(tree: Tree) -> str:
+            arrays = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(tree)) or "nothing"
+            if not isinstance(tree, list | tuple | dict):
+                return arrays
+            return f"{type_name(tree)} of {arrays}"
 
         def shapes(tree: Tree) -> list[tuple[int, ...]]:
             return [leaf.shape for leaf in jax.tree.leaves(tree)]
@@ -222,7 +226,7 @@ class Cells:
         same_structure = jax.tree.structure(initial) == jax.tree.structure(defaults)
         if not same_structure or shapes(initial) != shapes(defaults):
             raise ModelError(
-                f"RNNStack: initial is {shown(initial)}; the cells have {shown(defaults)}.",
+                f"RNNStack: initial is {described(initial)}; the cells have {described(defaults)}.",
                 fix="[layers, rows, ...] each.",
             )
         return initial
@@ -426,22 +430,14 @@ def _check_carry(before: Tree, after: Tree) -> None:
     Raises:
       ModelError: it does not.
     """
-    ours = _shown(before, [describe(leaf) for leaf in jax.tree.leaves(before)])
-    theirs = _shown(after, [describe(leaf) for leaf in jax.tree.leaves(after)])
-    same_structure = jax.tree.structure(before) == jax.tree.structure(after)
-    if not same_structure or ours != theirs:
+    taken = jax.tree.map(describe, before)
+    returned = jax.tree.map(describe, after)
+    if taken != returned:
         raise ModelError(
-            f"a recurrent cell takes the carry {ours} and returns {theirs}; what it returns is "
-            "what it takes in the next time step.",
+            f"a recurrent cell takes the carry {shown(taken)} and returns {shown(returned)}; what "
+            "it returns is what it takes in the next time step.",
             fix="a cell that keeps structure, shapes and dtypes: carry.astype(...) at its end.",
         )
-
-
-def _shown(tree: Tree, arrays: list[str]) -> str:
-    text = ", ".join(arrays) or "nothing"
-    if not isinstance(tree, list | tuple | dict):
-        return text
-    return f"{type_name(tree)} of {text}"
 
 
 def check_inputs(layer: str, x: Any, lengths: Any, beside: Any) -> None:

@@ -515,14 +515,15 @@ def _same_shape(function: Callable[..., tuple], x: Tree, part: Tree) -> tuple:
     after = jax.tree.map(describe, y)
     if before != after:
         why = (
-            f"a layer of a stack takes {_shown(before)} and returns {_shown(after)}; the output of "
+            f"a layer of a stack takes {shown(before)} and returns {shown(after)}; the output of "
             "a layer is the input of the next one."
         )
         raise ModelError(why, fix="layers that keep shape and dtype.")
     return y, state
 
 
-def _shown(tree: Tree) -> str:
+def shown(tree: Tree) -> str:
+    """Return a tree of descriptions as a text."""
     leaves = jax.tree.leaves(tree)
     if len(leaves) == 1:
         return leaves[0]

@@ -88,6 +88,13 @@ class StepParts:
     changing: tuple[int, ...]
     stuck: tuple[str, ...]
 
+    @property
+    def is_recurrence(self) -> bool:
+        """Return whether the loop multiplies a carried value and a constant, such as a recurrent
+        weight; a loop over layers does not, each of which has weights of its own.
+        """
+        return not self.weights.keys().isdisjoint(self.total_of)
+
     def evaluate(
         self,
         carry: Sequence[Any],
@@ -114,6 +121,7 @@ def values_of(values: Mapping[Any, Any], atoms: Iterable[Any]) -> list[Any]:
     results = []
     for atom in atoms:
         if is_literal(atom):
+            # A Python number would change the type of what a loop carries.
             results.append(np.asarray(atom.val, atom.aval.dtype))
         else:
             results.append(values[atom])

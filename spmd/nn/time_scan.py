@@ -9,7 +9,7 @@ own cells: Appleyard et al., arXiv:1604.01946, sections 3.2 and 3.3).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,23 +18,21 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from spmd.base.tree import Tree
-from spmd.base.xla import varying_alike
+from spmd.base.xla import in_scope, varying_alike
 from spmd.jaxpr.inner_programs import scan_of
 from spmd.jaxpr.programs import evaluated, variables
 from spmd.nn.gathered_scan import complete, differentiable
 from spmd.nn.parallel_context import RECURRENCE, current
 from spmd.nn.step_parts import StepParts, split_step, values_of
 
+# the scope of a loop that is hoisted already
+HOISTED = "hoisted_loop"
+
 
 def scan_time(
-    step: Callable[[Tree, Tree], tuple[Tree, Tree]],
-    carry: Tree,
-    xs: Tree,
-    *,
-    reverse: bool = False,
-    unroll: int = 1,
+    step: Callable[[Tree, Tree], tuple[Tree, Tree]], carry: Tree, xs: Tree, **options: Any
 ) -> tuple[Tree, Tree]:
-    """Return what `lax.scan(step, carry, xs)` returns.
+    """Return what `lax.scan(step, carry, xs, **options)` returns.
 
     Its gradient is one of reverse mode: `jax.jvp` through it raises a TypeError of JAX's.
 
@@ -45,7 +43,7 @@ def scan_time(
       >>> y.shape, round(float(h[0, 0]), 4)
       ((3, 1, 2), 0.9597)
     """
-    scan = functools.partial(lax.scan, step, reverse=reverse, unroll=unroll)
+    scan = functools.partial(lax.scan, step, **options)
     closed, shapes = jax.make_jaxpr(scan, return_shape=True)(carry, xs)
     changed = [hoisted(equation) for equation in closed.jaxpr.eqns]
     program = closed.replace(jaxpr=closed.jaxpr.replace(eqns=changed))
@@ -68,7 +66,7 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
     if not scan.length:
         return equation
     parts = split_step(scan)
-    if parts is None or (recurrences_only and not set(parts.weights) & set(parts.total_of)):
+    if parts is None or (recurrences_only and not parts.is_recurrence):
         return equation
     parallel = current()
     parallel.used.add(RECURRENCE)
@@ -84,8 +82,9 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
     def loop_over_time(*arguments: Any) -> list[Any]:
         constants, carried, xs = scan.split(arguments)
         fixed = [carried[place] for place in parts.fixed]
-        reverse = bool(equation.params["reverse"])
-        loop = _Loop(parts, scan.length, reverse, equation.params["unroll"])
+        params = equation.params
+        # `lax.scan` takes numbers, too
+        loop = _Loop(parts, scan.length, bool(params["reverse"]), params["unroll"])
         before = jaxpr_as_fun(ClosedJaxpr(parts.before, []))
         shared = [*consts, *constants, *fixed]
         computed = jax.vmap(
@@ -106,9 +105,10 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
         return [*carried, *outputs]
 
     [call] = jax.make_jaxpr(jax.jit(loop_over_time))(*(x.aval for x in equation.invars)).eqns
-    return call.replace(
+    call = call.replace(
         invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info
     )
+    return in_scope(call, HOISTED)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -259,7 +259,7 @@ def _backward(loop: _Loop, saved: _Saved, cotangents: tuple) -> tuple:
 
         def evaluate_again(
             carry_floats: list[Any], input_floats: list[Any], shared_floats: list[Any], taps: list
-        ) -> tuple[tuple[list[Any], list[Any]], list[Any]]:
+        ) -> tuple[tuple[list[Any], list[Any]], dict[int, Any]]:
             again = _StepAgain(parts, constants, totals, taps)
             values = parts.evaluate(
                 _filled(carry_floats, carry),
@@ -292,11 +292,15 @@ def _backward(loop: _Loop, saved: _Saved, cotangents: tuple) -> tuple:
     stacked = [*in_place, *returned]
     dinputs, dresults, factors = jax.tree.map(lambda number: stacked[number], numbers[-1])
     dconstants = complete(dshared, constants)
-    next_factor = iter(factors)
-    for number, dresult in zip(parts.weights, dresults, strict=True):
-        variable = parts.loop[number].invars[parts.weights[number]]
-        place = parts.constants.index(variable)
-        gradient = _weight_gradient(parts, number, constants[place], dresult, next_factor, carries)
+    for (number, weight_place), dresult in zip(parts.weights.items(), dresults, strict=True):
+        equation = parts.loop[number]
+        factor = None
+        if number in factors:
+            factor = factors[number]
+        elif number in parts.total_of:
+            factor = carries[parts.carried.index(equation.invars[1 - weight_place])]
+        place = parts.constants.index(equation.invars[weight_place])
+        gradient = _weight_gradient(equation, weight_place, constants[place], factor, dresult)
         dconstants[place] = dconstants[place] + gradient
     return complete(dcarry, saved.first), complete(dinputs, saved.inputs), dconstants
 
@@ -351,7 +355,8 @@ class _StepAgain:
     """Computes a step once more, for its derivative, from what the forward pass has saved.
 
     Attributes:
-      factors: takes the other inputs of products with weights, where they are not carried.
+      factors: takes the other inputs of products with weights, by the number of the product: those
+        that are not carried, of which there are all steps already.
     """
 
     def __init__(self, parts: StepParts, constants: list[Any], totals: list[Any], taps: list[Any]):
@@ -359,7 +364,7 @@ class _StepAgain:
         self._weights = dict(zip(parts.constants, constants, strict=True))
         self._totals = dict(zip(parts.totals, totals, strict=True))
         self._taps = dict(zip(parts.weights, taps, strict=True))
-        self.factors: list[Any] = []
+        self.factors: dict[int, Any] = {}
 
     def compute(self, number: int, equation: Any, arguments: list[Any]) -> list[Any]:
         """Return the outputs of an equation of the loop."""
@@ -379,8 +384,8 @@ class _StepAgain:
         if number not in self._parts.total_of:
             return _tapped(evaluated(equation, arguments)[0], tap)
         place = 1 - self._parts.weights[number]
-        if _needs_factor(self._parts, number):
-            self.factors.append(arguments[place])
+        if equation.invars[place] not in self._parts.carried:
+            self.factors[number] = arguments[place]
 
         def product(x: Any) -> Any:
             others = list(arguments)
@@ -429,47 +434,28 @@ def _linear(function: Callable[[Any], Any], x: Any, like: Any) -> Any:
     return call(x)
 
 
-def _needs_factor(parts: StepParts, number: int) -> bool:
-    """Return whether the other input of a product with weights is no carried value: of these there
-    are all steps already.
+def _weight_gradient(equation: Any, place: int, weight: Any, factor: Any, dresult: Any) -> Any:
+    """Return the gradient of a weight, from those of the equation's results in all steps.
+
+    Args:
+      place: of the weight among the inputs of the equation.
+      factor: [time, ...], the other input of a product; None: the equation adds or repeats.
+      dresult: [time, ...].
     """
-    equation = parts.loop[number]
-    return (
-        number in parts.total_of and equation.invars[1 - parts.weights[number]] not in parts.carried
-    )
-
-
-def _weight_gradient(
-    parts: StepParts,
-    number: int,
-    weight: Any,
-    dresult: Any,
-    factors: Iterator[Any],
-    carries: list[Any],
-) -> Any:
-    """Return the gradient of the weight of an equation, from those of its results in all steps."""
-    equation = parts.loop[number]
-    place = parts.weights[number]
-    others: list[Any] = []
-    if number in parts.total_of:
-        if _needs_factor(parts, number):
-            others = [next(factors)]
-        else:
-            others = [carries[parts.carried.index(equation.invars[1 - place])]]
 
     def of_all_steps(weight: Any) -> Any:
-        def of_step(others: list[Any]) -> Any:
+        def of_step(factor: Any) -> Any:
             arguments = [jnp.zeros(x.aval.shape, weight.dtype) for x in equation.invars]
             arguments[place] = weight
-            if others:
-                arguments[1 - place] = others[0]
+            if factor is not None:
+                arguments[1 - place] = factor
             return evaluated(equation, varying_alike(arguments))[0]
 
-        return jax.vmap(of_step, axis_size=dresult.shape[0])(others)
+        return jax.vmap(of_step, axis_size=dresult.shape[0])(factor)
 
     like = weight
     # XLA adds up in float32 in a product, but in the array's dtype in a sum.
-    if number not in parts.total_of:
+    if factor is None:
         like = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
         dresult = dresult.astype(like.dtype)
     # Of a product of all steps JAX makes one product over steps and rows.

@@ -26,10 +26,10 @@ from spmd.base.fields import as_toml
 from spmd.base.specs import spec_axes
 from spmd.base.tree import Tree, flatten, nbytes
 from spmd.errors import OptionError, option, type_name
+from spmd.layout.layout_files import shipped
 from spmd.layout.remat import Remat
 from spmd.layout.resolve import num_shards
 from spmd.layout.schema import Layout
-from spmd.layout.toml_reader import shipped
 from spmd.layout.unused_axes import unused_axes, without_axes
 from spmd.mesh import MeshSpec
 from spmd.planner.cluster import Cluster

@@ -99,8 +99,8 @@ def check_watch(config: RunConfig, program: TrainingProgram) -> None:
     if watch.gradients and (exchange.local or exchange.asynchronous):
         mode = exchange.resolved.layout.parameter_server.mode
         why = (
-            f'watch: under a parameter server in mode "{mode}" each worker\'s gradient is '
-            "applied separately, so there is no mean gradient to count."
+            f'watch: under a parameter server in mode "{mode}" each worker updates parameters with '
+            "its own gradient, so no histogram of a mean gradient can be recorded."
         )
         raise OptionError(why, fix=f"spmd.Watch(every={watch.every}, gradients=False).")
     traced = range(0) if profile is None else range(profile.begin + 1, profile.end + 1)

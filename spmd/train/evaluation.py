@@ -28,8 +28,7 @@ from spmd.errors import (
 from spmd.models.base import Call, Variables
 from spmd.nn.gathered_blocks import GatheredBlocks
 from spmd.nn.parallel_context import parallel_scope
-from spmd.nn.written_attention import fuse_attention
-from spmd.nn.written_loops import hoist_loops
+from spmd.nn.written_loops import rewritten
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.layer_gather import LayerGather
 from spmd.sync.parameter_sync import gather_params
@@ -174,14 +173,14 @@ class EvaluationProgram:
             return self._placed.objective(self._bind_model(variables), batch, key)
 
         with parallel_scope(self._parallel):
-            return fuse_attention(hoist_loops(forward))(variables)
+            return rewritten(forward)(variables)
 
     def _predict(self, variables: Variables, inputs: Tree) -> Tree:
         def forward(variables: Variables) -> Tree:
             return self._bind_model(variables)(inputs)
 
         with parallel_scope(self._parallel):
-            return fuse_attention(hoist_loops(forward))(variables)
+            return rewritten(forward)(variables)
 
     def _bind_model(self, variables: Variables) -> Any:
         params = gather_params(self._sync, variables.params, outside=True)

@@ -18,8 +18,7 @@ from spmd.models.blocks import BlockTrace
 from spmd.models.frozen import join
 from spmd.nn.parallel_context import FUSED, ParallelConfig, parallel_scope
 from spmd.nn.schedule import Schedule
-from spmd.nn.written_attention import fuse_attention
-from spmd.nn.written_loops import hoist_loops
+from spmd.nn.written_loops import rewritten
 from spmd.sync.layer_gather import block_trace
 from spmd.train.activations import Seen
 from spmd.train.losses import nan_causes
@@ -186,7 +185,7 @@ def trace_objective(
     def under(parallel: ParallelConfig) -> Callable[..., tuple]:
         def scoped_forward(variables: Variables, batch: Tree, key: Any) -> tuple:
             with parallel_scope(parallel):
-                return fuse_attention(hoist_loops(forward))(variables, batch, key)
+                return rewritten(forward)(variables, batch, key)
 
         return scoped_forward
 

@@ -23,8 +23,7 @@ from spmd.nn.inner_program import Saved
 from spmd.nn.layer_stack import layers_per_stage, split_microbatches
 from spmd.nn.parallel_context import UNSHARDED, ParallelConfig, current, parallel_scope
 from spmd.nn.pipeline_1f1b import run_1f1b
-from spmd.nn.written_attention import fuse_attention
-from spmd.nn.written_loops import hoist_loops
+from spmd.nn.written_loops import rewritten
 from spmd.sync.gradient_sync import GradientSync
 from spmd.sync.layer_gather import LayerGather
 from spmd.sync.parameter_sync import gather_again, gather_packed_params, gather_params
@@ -503,7 +502,7 @@ class WorkerGradients:
             tap = current().tap
             return value, extra, self.model.get_stats(bound), tap and tap.recorded
 
-        return fuse_attention(hoist_loops(forward))
+        return rewritten(forward)
 
     def _localizer(self, worker: Any, rows: int, axes: tuple[str, ...]) -> Callable[[Any], Any]:
         """From a dropout key that is the same on all workers to that of `worker`, which has this

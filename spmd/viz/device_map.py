@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.base.tree import Tree, describe, flatten
 from spmd.errors import OptionError, did_you_mean
+from spmd.layout.layout_files import load
 from spmd.layout.schema import Layout
-from spmd.layout.toml_reader import load
 from spmd.mesh import MeshSpec, abstract_mesh, make_mesh
 from spmd.planner.html_report import array_drawing, shards_of
 from spmd.render.html import Html, framed, table

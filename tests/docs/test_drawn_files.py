@@ -10,7 +10,7 @@ import pytest
 from docpages import PAGES, ROOT
 
 from docs.building import charts, concepts, draw
-from spmd.layout.toml_reader import shipped
+from spmd.layout.layout_files import shipped
 
 FIGURES = json.loads(
     (ROOT / "benchmarks" / "results" / "headline_plans.json").read_text(encoding="utf-8")

@@ -197,7 +197,7 @@ def test_benchmarks_are_listed_with_their_commands():
 
 
 def test_every_shipped_layout_is_listed():
-    from spmd.layout.toml_reader import load, shipped
+    from spmd.layout.layout_files import load, shipped
 
     listed = [
         f"| `{name}` | {load(name).description} | {load(name).use_when} |" for name in shipped()

@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from spmd.launch.cli import main
-from spmd.layout.toml_reader import shipped
+from spmd.layout.layout_files import shipped
 from spmd.wire.codec import CODECS
 
 MODELS = """

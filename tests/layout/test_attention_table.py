@@ -13,7 +13,8 @@ import pytest
 import spmd
 from spmd.errors import LayoutError, OptionError
 from spmd.layout.schema import IMPLEMENTATIONS
-from spmd.layout.toml_reader import dumps, loads
+from spmd.layout.toml_reader import loads
+from spmd.layout.toml_writer import dumps
 from spmd.nn import attention_kernels
 from spmd.nn.attention_kernels import IN_PLACE, KERNELS, Attend, choose
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope

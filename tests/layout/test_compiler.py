@@ -22,7 +22,8 @@ from spmd.layout.compiler import (
     compiler_notes,
     xla_options,
 )
-from spmd.layout.toml_reader import dumps, loads
+from spmd.layout.toml_reader import loads
+from spmd.layout.toml_writer import dumps
 from spmd.run import fit_checks
 from spmd.train.compiled_functions import CompiledFunctions
 from spmd.train.compiler_options import BUFFERING, BUFFERING_ERROR, check_buffering

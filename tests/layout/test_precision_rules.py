@@ -13,7 +13,8 @@ import spmd
 from spmd import Precision
 from spmd.errors import LayoutError, OptionError
 from spmd.layout.precision import PRODUCTS
-from spmd.layout.toml_reader import dumps, loads
+from spmd.layout.toml_reader import loads
+from spmd.layout.toml_writer import dumps
 from spmd.train.precision import compute_dtype
 
 X = np.zeros((8, 16), np.float32)

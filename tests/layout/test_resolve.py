@@ -14,10 +14,10 @@ from spmd.errors import LayoutError
 from spmd.layout import fixes
 from spmd.layout.check import fit_layout
 from spmd.layout.gradients import GradientRule, Gradients
+from spmd.layout.layout_files import shipped
 from spmd.layout.resolve import Resolved, codec_rules, rule_matcher, shard_largest_dim
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Rule
 from spmd.layout.summary import notes, rows, summary
-from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec
 
 MESH = MeshSpec.parse("data=4,model=2")

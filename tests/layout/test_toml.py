@@ -9,8 +9,10 @@ import pytest
 import spmd
 from spmd.errors import LayoutError
 from spmd.layout.gradients import GradientRule, Gradients
+from spmd.layout.layout_files import shipped
 from spmd.layout.schema import Batch, Default, Layout, OptimizerState, Remat, Rule
-from spmd.layout.toml_reader import dumps, loads, shipped
+from spmd.layout.toml_reader import loads
+from spmd.layout.toml_writer import dumps
 
 SPECS = [
     (),

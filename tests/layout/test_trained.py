@@ -12,7 +12,8 @@ import spmd
 from spmd import Adapter, Train
 from spmd.errors import LayoutError, ModelError, OptionError
 from spmd.launch.cli import main
-from spmd.layout.toml_reader import dumps, loads
+from spmd.layout.toml_reader import loads
+from spmd.layout.toml_writer import dumps
 from tests.compare import assert_close
 
 X = np.zeros((8, 16), np.float32)

@@ -94,14 +94,14 @@ def loss(model, batch):
     return ((model(batch["x"], batch["lengths"]) - batch["y"]) ** 2).mean()
 
 
-def trainer_of(model, implementation, layout="data_parallel"):
+def trainer_of(model, implementation, layout="data_parallel", mesh="data=8"):
     layout = spmd.Layout.load(layout)
     recurrence = spmd.Recurrence(implementation)
     return spmd.Trainer(
         model,
         loss=loss,
         optimizer=optax.sgd(0.3),
-        mesh={"data": 8},
+        mesh=mesh,
         layout=dataclasses.replace(layout, recurrence=recurrence, mesh=()),
     )
 
@@ -191,12 +191,49 @@ def test_stacks_have_all_implementations():
         def __call__(self, x, lengths):
             return self.head(self.stack(x, lengths=lengths))
 
+    class Plain(Stacked):
+        """Flax's own layers, one after the other, without outputs after the end of a row."""
+
+        def __call__(self, x, lengths):
+            mask = jnp.arange(TIME)[:, None] < lengths[:, None, None]
+            for number in range(2):
+                cell = jax.tree.map(lambda leaf, number=number: leaf[number], self.stack.cells)
+                x = jnp.where(mask, nnx.RNN(cell, rngs=nnx.Rngs(0))(x), 0)
+            return self.head(x)
+
     trainers = {x: trainer_of(Stacked(), x) for x in ("auto", "as_written", "hoisted")}
     inside = {name: products_of(trainer)[0] for name, trainer in trainers.items()}
     assert inside == {"auto": 2, "as_written": 6, "hoisted": 2}
-    expected = trained(trainers["as_written"])
-    for name in ("auto", "hoisted"):
-        assert_close(trained(trainers[name]), expected, 1e-6)
+    for trainer in trainers.values():
+        before, after = trained(trainer)
+        assert_close(nested(after), plainly_trained(Plain(), before), 1e-6)
+
+
+@pytest.mark.system
+def test_loops_in_the_layers_of_a_pipeline():
+    class Layered(nnx.Module):
+        def __init__(self):
+            layers = []
+            for seed in range(4):
+                rngs = nnx.Rngs(seed)
+                layers.append(nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs), rngs=rngs))
+            self.stack = spmd.nn.LayerStack(layers)
+            self.head = nnx.Linear(WIDTH, OUT, rngs=nnx.Rngs(5))
+
+        def __call__(self, x, lengths):
+            return self.head(self.stack(x))
+
+    class Plain(Layered):
+        def __call__(self, x, lengths):
+            for number in range(4):
+                x = self.stack.layer(number)(x)
+            return self.head(x)
+
+    trainer = trainer_of(Layered(), "hoisted", "pipeline", mesh={"data": 2, "stage": 4})
+    before, after = trained(trainer)
+    assert_close(nested(after), plainly_trained(Plain(), before), 1e-6)
+    as_it_is = trainer_of(Layered(), "auto", "pipeline", mesh={"data": 2, "stage": 4})
+    assert products_of(trainer)[0] < products_of(as_it_is)[0]
 
 
 def test_model_without_a_loop_over_time():
@@ -233,8 +270,11 @@ def test_loop_on_shards_of_the_model_stays():
         return (mapped(weights, x) ** 2).sum()
 
     expected = jax.grad(total)(weights)
-    with parallel_scope(ParallelConfig(recurrence="hoisted")):
+    parallel = ParallelConfig(recurrence="hoisted")
+    with parallel_scope(parallel):
         assert_close(jax.jit(jax.grad(hoist_loops(total)))(weights), expected, 1e-6)
+    [note] = parallel.notes
+    assert note.startswith("note: a loop over 5 steps is not hoisted: it is inside of a function")
 
 
 def test_what_stays_in_a_loop_is_said():

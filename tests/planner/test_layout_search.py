@@ -20,8 +20,8 @@ from flax import nnx
 import spmd
 from spmd.errors import CompileError, SpmdError
 from spmd.launch.cli import main
+from spmd.layout.layout_files import shipped
 from spmd.layout.schema import Batch, Remat
-from spmd.layout.toml_reader import shipped
 from spmd.mesh import MeshSpec, abstract_mesh
 from spmd.planner import plan_data
 from spmd.planner.candidates import (

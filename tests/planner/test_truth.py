@@ -14,7 +14,7 @@ from flax import nnx
 
 import spmd
 from examples import gpt_pipeline
-from spmd.layout.toml_reader import shipped
+from spmd.layout.layout_files import shipped
 from spmd.planner.cluster import Cluster
 from spmd.planner.hlo import parse
 from spmd.planner.planning import plan
