@@ -1,5 +1,5 @@
-"""LSTM and GRU layers forward and backward: `spmd.nn.RNNStack`, `nnx.RNN`, and torch's, which are
-cuDNN's.
+"""LSTM and GRU layers forward and backward: `spmd.nn.RNNStack`, `nnx.RNN`, torch's, which are
+cuDNN's, and JAX's binding of cuDNN's LSTM, in float32.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import rnn
 
 from benchmarks.gpu import cases, references
 from benchmarks.gpu.measure import Part, Queued, on_cpu, run_part, timed, torch_device, wait_for
@@ -31,6 +32,29 @@ class Plain(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class CuDNN(Plain):
+    """The LSTM layers of `Plain` in one call of cuDNN by JAX's binding, which cannot even be traced
+    without a GPU; on a CPU JAX's reference of it, from the same packed weights.
+    """
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernels, biases = [], []
+        for layer in self.layers:
+            cell: Any = layer.cell
+            kernels += [cell.dense_i.kernel[...].T.ravel(), cell.dense_h.kernel[...].T.ravel()]
+            bias = cell.dense_h.bias[...]
+            biases += [jnp.zeros_like(bias), bias]
+        weights = jnp.concatenate([*kernels, *biases])
+        rows, length, width = x.shape
+        sizes = width, width, len(self.layers)
+        start = jnp.zeros((len(self.layers), rows, width))
+        lengths = jnp.full(rows, length, jnp.int32)
+        if jax.default_backend() == "cpu":
+            unpacked = rnn.unpack_lstm_weights(weights, *sizes, False)
+            return rnn.lstm_ref(x, start, start, *unpacked, lengths, *sizes, 0.0, False)[0]
+        return rnn.lstm(x, start, start, weights, lengths, *sizes, 0.0, False)[0]
 
 
 def both_passes(model: nnx.Module, dtype: str) -> tuple[Callable[..., Any], Any]:
@@ -80,7 +104,7 @@ def main(part: Part) -> None:
         for case in cases.RECURRENT
     }
     for number, (case, name) in enumerate(names.items()):
-        if part.begins(name, "all", least=45):  # four programs are compiled
+        if part.begins(name, "all", least=45):  # four or five programs are compiled
             measure(part, name, case, 1 / (len(names) - number))
 
 
@@ -95,7 +119,10 @@ def measure(part: Part, name: str, case: tuple[Any, ...], share: float) -> None:
     arms: dict[str, Callable[[], Any]] = {}
     with part.guarded(name, "reference"):
         right = compared(in_float32(case, two), rows=2)
-        for arm, model in (("ours", cases.Recurrent), ("nnx.RNN", Plain)):
+        models = {"ours": cases.Recurrent, "nnx.RNN": Plain}
+        if (kind, dtype) == ("LSTM", "float32"):
+            models["jax.experimental.rnn (cuDNN)"] = CuDNN
+        for arm, model in models.items():
             with part.guarded(name, arm):
                 function, arrays = both_passes(model(kind, width, depth), dtype)
                 run = jax.jit(function)

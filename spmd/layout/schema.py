@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd.base.fields import as_rules, names
+from spmd.base.fields import Conflict, as_rules, names
 from spmd.base.specs import Entry, Spec, entry_axes
 from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import OptionError, did_you_mean, short_repr, type_name, with_article
@@ -187,16 +187,34 @@ class Recurrence:
 
     Args:
       implementation: see above.
+      time_chunk: the number of time steps that the backward pass computes again at once, of the
+        same loops; between the two passes only what a loop carries from chunk to chunk is kept, and
+        its inputs. None: nothing is computed again, and all steps keep what their gradients need.
 
     Example:
-      >>> Layout(recurrence=Recurrence("hoisted")).recurrence.implementation
+      >>> Layout(recurrence=Recurrence("hoisted", time_chunk=64)).recurrence.implementation
       'hoisted'
     """
 
     implementation: str = "auto"
+    time_chunk: int | None = None
 
     def __post_init__(self):
         _check_implementation(self, LOOPS)
+
+
+def recurrence_problems(recurrence: Recurrence) -> list[Conflict]:
+    """Return values of `[recurrence]` that cannot be valid, whatever the model."""
+    chunk = recurrence.time_chunk
+    if chunk is None:
+        return []
+    if chunk < 1:
+        fix = "a whole number from 1, or leave it out."
+        return [Conflict("time_chunk", f"{chunk}.", fix, kind="invalid_value")]
+    if recurrence.implementation == "as_written":
+        why = f'{chunk}, but "as_written" leaves all loops as they are.'
+        return [Conflict("time_chunk", why, 'leave it out, or implementation = "hoisted".')]
+    return []
 
 
 @trims_tracebacks

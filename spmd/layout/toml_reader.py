@@ -29,6 +29,7 @@ from spmd.layout.schema import (
     OptimizerState,
     Recurrence,
     Rule,
+    recurrence_problems,
 )
 from spmd.layout.server import optimizer_problems, server_problems
 from spmd.layout.toml_tables import (
@@ -95,7 +96,7 @@ class _Reader(Tables):
             sequence=sequence,
             experts=self.section(data, "experts", Experts),
             attention=self.section(data, "attention", Attention),
-            recurrence=self.section(data, "recurrence", Recurrence),
+            recurrence=self.recurrence(data),
             precision=tuple(self.precision(*item) for item in self.items(data, "precision")),
             train=self.train(self.table(data, "train"), data.get("adapters")),
             adapters=tuple(self.adapter(*item) for item in self.items(data, "adapters")),
@@ -109,6 +110,11 @@ class _Reader(Tables):
 
     def section(self, data: dict[str, Any], name: str, kind: type) -> Any:
         return kind(**self.fields(self.table(data, name), name, kind))
+
+    def recurrence(self, data: dict[str, Any]) -> Recurrence:
+        recurrence = self.section(data, "recurrence", Recurrence)
+        self.conflicts("recurrence", recurrence_problems(recurrence))
+        return recurrence
 
     def mesh(self, table: dict[str, Any]) -> tuple[tuple[str, int], ...]:
         sizes = {axis: self.value(table, "mesh", axis, -1, int) for axis in table}

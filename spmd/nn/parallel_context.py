@@ -19,6 +19,7 @@ from spmd.base.specs import spec_axes
 from spmd.base.xla import shard_map
 from spmd.errors import LayoutError
 from spmd.layout.model_parallel import Experts, Pipeline, Sequence
+from spmd.layout.schema import Recurrence
 from spmd.nn.model_calls import constraints_on, manual_axes, replaced_calls
 from spmd.nn.schedule import Schedule
 
@@ -47,7 +48,7 @@ class ParallelConfig:
       data: the mesh axes over which rows are sharded. In the manual step they are already manual,
         and a module sees one worker's rows.
       attention: the implementation of attention, of the layout's `[attention]`.
-      recurrence: the implementation of loops over time, of the layout's `[recurrence]`.
+      recurrence: the layout's `[recurrence]`, how loops over time are computed.
       platform: of the devices, "cpu", "cuda" ...; None: this process's.
       in_stage_order: a circular pipeline finds the layers of stacks in the order of its stages
         (`spmd.nn.layer_order`).
@@ -73,7 +74,7 @@ class ParallelConfig:
     sequence: Sequence = Sequence()  # noqa: RUF009
     experts: Experts = Experts()  # noqa: RUF009
     attention: str = "auto"
-    recurrence: str = "auto"
+    recurrence: Recurrence = Recurrence()  # noqa: RUF009
     platform: str | None = None
     in_stage_order: bool = False
     unroll: bool = False
@@ -124,7 +125,9 @@ class ParallelConfig:
                 why, fix=f"a model with {ATTENTIONS}; or a layout without [attention]."
             )
 
-        if self.recurrence == "hoisted" and RECURRENCE not in self.used:
+        if RECURRENCE in self.used:
+            return
+        if self.recurrence.implementation == "hoisted":
             raise LayoutError(
                 f'{source}: [recurrence] implementation = "hoisted", but the loss has no loop over '
                 "time with a product of a weight and what it carries. Products inside of a cell's "
@@ -132,6 +135,13 @@ class ParallelConfig:
                 "[[precision]], do not count.",
                 fix="nnx.RNN, linen.RNN or jax.lax.scan in the model; or a layout without "
                 "[recurrence].",
+            )
+        if self.recurrence.time_chunk is not None:
+            raise LayoutError(
+                f"{source}: [recurrence] time_chunk = {self.recurrence.time_chunk}, but the loss "
+                "calls no spmd.nn.RNNStack and no spmd.nn.Bidirectional, to which it applies.",
+                fix='implementation = "hoisted", for the loops of other models; or a layout '
+                "without [recurrence].",
             )
 
     def axis_size(self, axis: str | None) -> int:

@@ -314,7 +314,7 @@ class Cells:
         if unroll:
             unrolled_steps = x.shape[0]
         scan: Callable[..., Any] = scan_time
-        if current().recurrence == "as_written":
+        if current().recurrence.implementation == "as_written":
             scan = lax.scan
         carry, y = scan(step, carry, (x, steps, beside), unroll=unrolled_steps)
         # Flax makes float32 carries; later activations must keep the dtype of x.

@@ -65,6 +65,8 @@ class StepParts:
       totals: products, or sums with them, that the forward pass saves for the backward pass, beside
         what is carried. Others are computed again.
       total_of: by the number of a product, the one of `totals` to which it is added.
+      factors: by the number of a product with a weight, the program from `carried` to its other
+        input, where that is quickly computed again.
       addends: places of inputs that are only added to products: the backward pass does not need
         them.
       output_of: by the place of a carried value, that of the output which is its next value.
@@ -82,6 +84,7 @@ class StepParts:
     weights: Mapping[int, int]
     totals: tuple[Any, ...]
     total_of: Mapping[int, Any]
+    factors: Mapping[int, Any]
     addends: frozenset[int]
     output_of: Mapping[int, int]
     fixed: tuple[int, ...]
@@ -190,6 +193,7 @@ def split_step(scan: Scan) -> StepParts | None:
         weights=weights,
         totals=tuple(dict.fromkeys(path[-1] for path in paths.values())),
         total_of={number: path[-1] for number, path in paths.items()},
+        factors=dict(_factors(jaxpr, loop, weights, [carried[place] for place in changing])),
         addends=frozenset(_addends(loop, inputs, paths.values(), results)),
         output_of=output_of,
         fixed=fixed,
@@ -331,6 +335,24 @@ def _weights(
         ]
         if len(places) == 1 and not (is_product and len(equation.invars) != 2):
             yield number, places[0]
+
+
+def _factors(
+    jaxpr: Any, loop: Sequence[Any], weights: Mapping[int, int], carried: Sequence[Any]
+) -> Iterator[tuple[int, Any]]:
+    """Yield the numbers of products with weights whose other input is cheaply computed from carried
+    values alone, and the program that does so.
+    """
+    for number, place in weights.items():
+        equation = loop[number]
+        if known(equation.primitive.name).kind is not Kind.PRODUCT:
+            continue
+        factor = equation.invars[1 - place]
+        if is_literal(factor):
+            continue
+        program = without_unused(loop, [factor])
+        if all(map(_is_cheap, program)) and set(carried).issuperset(_read(program, [factor])):
+            yield number, part_of(jaxpr, program, carried, [factor])
 
 
 def _sums(loop: Sequence[Any], outputs: Sequence[Any]) -> Iterator[tuple[int, list[Any]]]:

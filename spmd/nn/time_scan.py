@@ -4,7 +4,9 @@ of `lax.scan`, in reverse mode.
 The products of a recurrent cell with its inputs are one product for all steps, before the loop. In
 the backward pass the gradient of the recurrent weights is one product over all steps, after the
 loop, where JAX's derivative of `lax.scan` adds up a product in each step (what cuDNN does for its
-own cells: Appleyard et al., arXiv:1604.01946, sections 3.2 and 3.3).
+own cells: Appleyard et al., arXiv:1604.01946, sections 3.2 and 3.3). Under `[recurrence]
+time_chunk` all that is done chunk by chunk, and computed again in the backward pass (Chen et al.,
+arXiv:1604.06174).
 """
 
 import dataclasses
@@ -66,42 +68,30 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
     if not scan.length:
         return equation
     parts = split_step(scan)
-    if parts is None or (recurrences_only and not parts.is_recurrence):
-        return equation
     parallel = current()
+    chunk = parallel.recurrence.time_chunk
+    if recurrences_only and (parts is None or not parts.is_recurrence):
+        return equation
+    if parts is None and chunk is None:
+        return equation
     parallel.used.add(RECURRENCE)
-    if parts.stuck:
+    if parts is not None and parts.stuck:
         why = (
             f"note: a loop over {scan.length} steps computes {', '.join(parts.stuck)} in each "
             "step, though that does not depend on the step before: it draws random numbers, has a "
             "gradient of its own, runs a program, or takes much more memory for all steps at once."
         )
         parallel.notes[why] = None
-    consts = getattr(scan.program, "consts", ())
 
     def loop_over_time(*arguments: Any) -> list[Any]:
         constants, carried, xs = scan.split(arguments)
-        fixed = [carried[place] for place in parts.fixed]
-        params = equation.params
-        # `lax.scan` takes numbers, too
-        loop = _Loop(parts, scan.length, bool(params["reverse"]), params["unroll"])
-        before = jaxpr_as_fun(ClosedJaxpr(parts.before, []))
-        shared = [*consts, *constants, *fixed]
-        computed = jax.vmap(
-            before,
-            in_axes=[None] * len(shared) + [0] * len(xs),
-            out_axes=[None] * len(parts.constants) + [0] * len(parts.inputs),
-            axis_size=scan.length,
-        )(*shared, *xs)
-        changing = [carried[place] for place in parts.changing]
-        # JAX does so inside of a loop, but not where a function has a gradient of its own.
-        values = iter(varying_alike([*changing, *computed]))
-        carry = [next(values) for _ in changing]
-        loop_constants = [next(values) for _ in parts.constants]
-        results: Any = _run_loop(loop, carry, [*values], loop_constants)
-        after, outputs = results
-        for place, value in zip(parts.changing, after, strict=True):
-            carried[place] = value
+        if parts is None:
+            run_loop = functools.partial(_run_whole_steps, equation, constants)
+        else:
+            run_loop = functools.partial(_run_split_steps, equation, parts, constants)
+        if chunk is not None and chunk < scan.length:
+            run_loop = functools.partial(_run_in_chunks, equation, chunk, run_loop)
+        carried, outputs = run_loop(scan.length, carried, xs)
         return [*carried, *outputs]
 
     [call] = jax.make_jaxpr(jax.jit(loop_over_time))(*(x.aval for x in equation.invars)).eqns
@@ -109,6 +99,96 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
         invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info
     )
     return in_scope(call, HOISTED)
+
+
+def _run_in_chunks(
+    equation: Any,
+    chunk: int,
+    run_loop: Callable[[int, list[Any], list[Any]], tuple[list[Any], list[Any]]],
+    length: int,
+    carried: list[Any],
+    xs: list[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Return what `run_loop` returns, computed chunk by chunk, and again in the backward pass; the
+    last steps in time are a chunk of their own if they are fewer.
+    """
+    reverse = bool(equation.params["reverse"])
+    count, left_over = divmod(length, chunk)
+    end = count * chunk
+
+    def run_chunks(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        # A loop over several chunks keeps XLA from merging the two computations; one over a single
+        # chunk is inlined.
+        again = jax.checkpoint(functools.partial(run_loop, chunk), prevent_cse=count == 1)
+        by_chunk = [x.reshape(count, chunk, *x.shape[1:]) for x in xs]
+        carried, outputs = lax.scan(again, carried, by_chunk, length=count, reverse=reverse)
+        return carried, [y.reshape(end, *y.shape[2:]) for y in outputs]
+
+    def run_last(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        return jax.checkpoint(functools.partial(run_loop, left_over))(carried, xs)
+
+    if not left_over:
+        return run_chunks(carried, xs)
+    most = [x[:end] for x in xs]
+    last = [x[end:] for x in xs]
+    if reverse:
+        carried, last_outputs = run_last(carried, last)
+        carried, outputs = run_chunks(carried, most)
+    else:
+        carried, outputs = run_chunks(carried, most)
+        carried, last_outputs = run_last(carried, last)
+    pairs = zip(outputs, last_outputs, strict=True)
+    return carried, [jnp.concatenate(pair) for pair in pairs]
+
+
+def _run_whole_steps(
+    equation: Any, constants: list[Any], length: int, carried: list[Any], xs: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Return what a scan of `length` steps carries after the last one, and its outputs."""
+    scan = scan_of(equation)
+    run_step = jaxpr_as_fun(scan.program)
+
+    def step(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = run_step(*constants, *carried, *xs)
+        return results[: scan.carried], results[scan.carried :]
+
+    reverse, unroll = equation.params["reverse"], equation.params["unroll"]
+    return lax.scan(step, carried, xs, length=length, reverse=reverse, unroll=unroll)
+
+
+def _run_split_steps(
+    equation: Any,
+    parts: StepParts,
+    constants: list[Any],
+    length: int,
+    carried: list[Any],
+    xs: list[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Return what `_run_whole_steps` returns, with less in the loop."""
+    consts = getattr(scan_of(equation).program, "consts", ())
+    fixed = [carried[place] for place in parts.fixed]
+    params = equation.params
+    # `lax.scan` takes numbers, too
+    loop = _Loop(parts, length, bool(params["reverse"]), params["unroll"])
+    before = jaxpr_as_fun(ClosedJaxpr(parts.before, []))
+    shared = [*consts, *constants, *fixed]
+    computed = jax.vmap(
+        before,
+        in_axes=[None] * len(shared) + [0] * len(xs),
+        out_axes=[None] * len(parts.constants) + [0] * len(parts.inputs),
+        axis_size=length,
+    )(*shared, *xs)
+    changing = [carried[place] for place in parts.changing]
+    # JAX does so inside of a loop, but not where a function has a gradient of its own.
+    values = iter(varying_alike([*changing, *computed]))
+    carry = [next(values) for _ in changing]
+    loop_constants = [next(values) for _ in parts.constants]
+    results: Any = _run_loop(loop, carry, [*values], loop_constants)
+    after, outputs = results
+    after_all = list(carried)
+    for place, value in zip(parts.changing, after, strict=True):
+        after_all[place] = value
+    return after_all, outputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,10 +228,15 @@ class _Loop:
             ]
             return (carry, buffers), outputs
 
+        numbers = jnp.arange(self.length)
+        # Inside of a jax.checkpoint JAX (0.10) computes what depends on no input in a loop of its
+        # own, and so would copy these numbers one by one.
+        first = jax.tree.leaves((list(buffers), xs, carry))[0]
+        numbers, _ = lax.optimization_barrier((numbers, first))
         (carry, buffers), outputs = lax.scan(
             step,
             (carry, list(buffers)),
-            (jnp.arange(self.length), xs),
+            (numbers, xs),
             reverse=self.reverse != backward,
             unroll=self.unroll,
         )
@@ -297,8 +382,9 @@ def _backward(loop: _Loop, saved: _Saved, cotangents: tuple) -> tuple:
         factor = None
         if number in factors:
             factor = factors[number]
-        elif number in parts.total_of:
-            factor = carries[parts.carried.index(equation.invars[1 - weight_place])]
+        elif number in parts.factors:
+            program = jaxpr_as_fun(ClosedJaxpr(parts.factors[number], []))
+            [factor] = jax.vmap(program)(*carries)
         place = parts.constants.index(equation.invars[weight_place])
         gradient = _weight_gradient(equation, weight_place, constants[place], factor, dresult)
         dconstants[place] = dconstants[place] + gradient
@@ -355,8 +441,8 @@ class _StepAgain:
     """Computes a step once more, for its derivative, from what the forward pass has saved.
 
     Attributes:
-      factors: takes the other inputs of products with weights, by the number of the product: those
-        that are not carried, of which there are all steps already.
+      factors: takes the other inputs of products with weights, by the number of the product, but
+        not those of `StepParts.factors`.
     """
 
     def __init__(self, parts: StepParts, constants: list[Any], totals: list[Any], taps: list[Any]):
@@ -384,7 +470,7 @@ class _StepAgain:
         if number not in self._parts.total_of:
             return _tapped(evaluated(equation, arguments)[0], tap)
         place = 1 - self._parts.weights[number]
-        if equation.invars[place] not in self._parts.carried:
+        if number not in self._parts.factors:
             self.factors[number] = arguments[place]
 
         def product(x: Any) -> Any:

@@ -37,7 +37,7 @@ def hoist_loops(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call_rewritten(*args: Any) -> Any:
-        if current().recurrence != "hoisted":
+        if current().recurrence.implementation != "hoisted":
             return function(*args)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         program = jaxpr_as_fun(closed.replace(jaxpr=_with_hoisted_loops(closed.jaxpr)))

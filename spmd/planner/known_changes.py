@@ -13,6 +13,7 @@ from spmd.layout.compiler import GPU, UNROLLING, XLA_NAMES
 from spmd.layout.remat import Remat
 from spmd.layout.schema import Default, Layout
 from spmd.mesh import MeshSpec
+from spmd.nn.parallel_context import RECURRENCE
 from spmd.nn.schedule import MICROBATCHES
 from spmd.planner.candidates import microbatches, remat_level, remats
 from spmd.planner.cluster import LARGEST
@@ -24,6 +25,8 @@ from spmd.planner.plan_data import EXPOSED, RECOMPUTATION, PlanData, StepCost
 
 ANOTHER_BATCH = "another batch size: half as many updates for as many rows"
 SWITCHES = ("double_buffering", "pipelined_collectives")  # of which the opposite is tried
+# of `[recurrence] time_chunk`
+TIME_STEPS = (64, 16)
 LARGE = "256 MiB"  # up to which collectives are merged; XLA's own threshold is 30 MiB
 # as text, and the layout, mesh, cluster and number of microbatches that it changes
 Edits = Iterator[tuple[str, dict[str, Any]]]
@@ -56,6 +59,21 @@ def fuse_attention(plan: PlanData) -> Edits:
         attention = dataclasses.replace(plan.layout.attention, implementation=implementation)
         layout = dataclasses.replace(plan.layout, attention=attention)
         yield f'[attention] implementation = "{implementation}"', {"layout": layout}
+
+
+def recompute_time(plan: PlanData) -> Edits:
+    """Yield chunks of time that are computed again in the backward pass, where a loop over time
+    keeps more.
+    """
+    recurrence = plan.layout.recurrence
+    is_used = RECURRENCE in plan.program.placed.parallel.used
+    if not is_used or recurrence.implementation == "as_written":
+        return
+    for steps in TIME_STEPS:
+        if recurrence.time_chunk is None or steps < recurrence.time_chunk:
+            less = dataclasses.replace(recurrence, time_chunk=steps)
+            layout = dataclasses.replace(plan.layout, recurrence=less)
+            yield f"[recurrence] time_chunk = {steps}", {"layout": layout}
 
 
 def more_remat(plan: PlanData) -> Edits:
@@ -233,6 +251,11 @@ def _less_remat(plan: PlanData, cost: StepCost) -> Iterator[Trial]:
         yield Trial(remat_text(less), {"layout": dataclasses.replace(plan.layout, remat=less)})
     if remat != Remat():
         yield Trial("no [remat]", {"layout": dataclasses.replace(plan.layout, remat=Remat())})
+    recurrence = plan.layout.recurrence
+    if recurrence.time_chunk is not None:
+        less = dataclasses.replace(recurrence, time_chunk=None)
+        layout = dataclasses.replace(plan.layout, recurrence=less)
+        yield Trial("no [recurrence] time_chunk", {"layout": layout})
 
 
 def _fewer_microbatches(plan: PlanData, cost: StepCost) -> Iterator[Trial]:

@@ -22,6 +22,7 @@ from spmd.planner.known_changes import (
     more_devices,
     more_microbatches,
     more_remat,
+    recompute_time,
     reduce_each_microbatch,
     shard_optimizer,
     shard_parameters,
@@ -82,9 +83,10 @@ def fixes_of(
     """Plan one change after the other, each on top of the earlier ones that helped, until the step
     fits.
 
-    In this order: attention in parts, where its scores are stored; rematerialization that saves
-    matrix products, then nothing; gradients reduced in every microbatch; more microbatches;
-    optimizer state sharded over the workers; parameters too; twice the devices, and twice again.
+    In this order: attention in parts, where its scores are stored; chunks of time that are computed
+    again; rematerialization that saves matrix products, then nothing; gradients reduced in every
+    microbatch; more microbatches; optimizer state sharded over the workers; parameters too; twice
+    the devices, and twice again.
 
     Returns:
       All changes that were tried; the last one fits if any does. () for a plan that fits.
@@ -93,6 +95,7 @@ def fixes_of(
     best = plan
     for edits in (
         fuse_attention,
+        recompute_time,
         more_remat,
         reduce_each_microbatch,
         more_microbatches,

@@ -365,7 +365,7 @@ class PlacedModel:
             layout.sequence,
             layout.experts,
             attention=layout.attention.implementation,
-            recurrence=layout.recurrence.implementation,
+            recurrence=layout.recurrence,
             platform=kernels,
             in_stage_order=self.order is not None,
         )

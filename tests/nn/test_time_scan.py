@@ -12,8 +12,10 @@ from flax import linen, nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import spmd
 from spmd.jaxpr.inner_programs import opened, scan_of
 from spmd.jaxpr.programs import equations
+from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from spmd.nn.step_parts import split_step
 from spmd.nn.time_scan import scan_time
 from tests.compare import assert_close, relative_difference
@@ -107,6 +109,13 @@ def sums_with_constants(params, h, x):
     return h + 0.1 * params["bias"].reshape(1, -1), h - 0.1 * params["of_x"].sum()
 
 
+def no_products(params, h, x):
+    """Without a weight matrix, as in quasi-recurrent networks."""
+    gate = jax.nn.sigmoid(x * params["scale"] + params["bias"])
+    h = gate * h + (1 - gate) * x
+    return h, jnp.sin(h)
+
+
 CELLS = {
     "nnx.LSTMCell": lambda: nnx_cell(nnx.LSTMCell),
     "nnx.OptimizedLSTMCell": lambda: nnx_cell(nnx.OptimizedLSTMCell),
@@ -161,6 +170,52 @@ def test_values_and_gradients_are_those_of_a_plain_scan(name, options):
     scan = functools.partial(scan_time, **options)
     found = values_and_gradients(scan, step, *cast(arguments, jnp.float32))
     assert_close(found, in_float64(step, arguments, **options), 1e-6)
+
+
+def in_chunks(steps):
+    """`scan_time` under a layout with `[recurrence] time_chunk`."""
+
+    def scan(*arguments, **options):
+        with parallel_scope(ParallelConfig(recurrence=spmd.Recurrence(time_chunk=steps))):
+            return scan_time(*arguments, **options)
+
+    return scan
+
+
+@pytest.mark.sampled(quick=8)
+@pytest.mark.parametrize("steps", [1, 3, 4, 5])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", [*CELLS, "no products"])
+def test_chunks_of_time_have_the_values_and_gradients_of_a_plain_scan(name, reverse, steps):
+    """6 steps in chunks of 1 and 3, and of 4 and 5, which do not divide them."""
+    cells = {**CELLS, "no products": lambda: own_cell(no_products)}
+    step, *arguments = cells[name]()
+    scan = functools.partial(in_chunks(steps), reverse=reverse)
+    computed = values_and_gradients(scan, step, *cast(arguments, jnp.float32))
+    assert_close(computed, in_float64(step, arguments, reverse=reverse), 1e-6)
+
+
+def test_chunks_of_time_take_less_memory():
+    """64 steps of 32 rows of 64 features keep sums of 4 x 64 for the backward pass; in chunks of 8
+    an eighth of that, and what is carried from chunk to chunk.
+    """
+    cell = nnx.OptimizedLSTMCell(64, 64, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(cell)
+    xs = jnp.asarray(random(1, 64, 32, 64), jnp.float32)
+
+    def bytes_of(scan):
+        def loss(params, xs):
+            cell = nnx.merge(graph, params)
+            carry = cell.initialize_carry(xs.shape[1:], nnx.Rngs(0))
+            (_, h), _ = scan(lambda carry, x: (cell(carry, x)[0], None), carry, xs)
+            return h.sum()
+
+        program = jax.jit(jax.grad(loss)).lower(params, xs).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    sums = 64 * 32 * 4 * 64 * 4
+    assert bytes_of(scan_time) > sums
+    assert bytes_of(in_chunks(8)) < sums / 2
 
 
 @pytest.mark.parametrize("name", ["nnx.OptimizedLSTMCell", "linen.GRUCell", "normalized"])
@@ -400,6 +455,51 @@ def test_products_with_results_of_another_dtype():
     )
     error = relative_difference(ours, expected)
     assert error <= max(relative_difference(plain, expected), 2**-6)
+
+
+def test_carry_that_is_cast_for_its_product_is_not_kept_twice():
+    """A cell in bfloat16 with a carry in float32, as flax's: the backward pass casts all carries
+    after its loop.
+    """
+    cell = nnx.OptimizedLSTMCell(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(cell)
+    carry = cell.initialize_carry((ROWS, WIDTH), nnx.Rngs(0))
+    xs = jnp.asarray(random(1, TIME, ROWS, WIDTH), jnp.bfloat16)
+
+    def gradient(scan):
+        def loss(params):
+            cell = nnx.merge(graph, params)
+            return (scan(cell, carry, xs)[1].astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss)
+
+    error = relative_difference(gradient(scan_time)(params), gradient(lax.scan)(params))
+    assert error < 2**-6
+    in_bfloat16 = []
+    for equation in equations(jax.make_jaxpr(gradient(scan_time))(params).jaxpr):
+        if equation.primitive.name == "scan":
+            stacked = equation.outvars[scan_of(equation).carried :]
+            in_bfloat16 += [x.aval.shape for x in stacked if x.aval.dtype == jnp.bfloat16]
+    assert in_bfloat16 == []
+
+
+def test_no_loop_copies_the_numbers_of_steps():
+    """As JAX would make one of what depends on nothing else, inside of the jax.checkpoint of a
+    stack's layers.
+    """
+    stack = spmd.nn.RNNStack([nnx.OptimizedLSTMCell(WIDTH, WIDTH, rngs=nnx.Rngs(0))])
+    graph, params, rest = nnx.split(stack, nnx.Param, ...)
+    x = jnp.ones((ROWS, TIME, WIDTH))
+
+    def loss(params):
+        return (nnx.merge(graph, params, rest)(x) ** 2).mean()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
+    loops = [x for x in equations(jaxpr) if x.primitive.name == "scan"]
+    # over the layer, and over time, forward and backward
+    assert len(loops) == 4
+    for loop in loops:
+        assert any(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in loop.outvars)
 
 
 def test_loop_without_steps():

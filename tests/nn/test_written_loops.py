@@ -94,9 +94,11 @@ def loss(model, batch):
     return ((model(batch["x"], batch["lengths"]) - batch["y"]) ** 2).mean()
 
 
-def trainer_of(model, implementation, layout="data_parallel", mesh="data=8"):
+def trainer_of(
+    model, implementation, layout="data_parallel", mesh="data=8", time_chunk: int | None = None
+):
     layout = spmd.Layout.load(layout)
-    recurrence = spmd.Recurrence(implementation)
+    recurrence = spmd.Recurrence(implementation, time_chunk)
     return spmd.Trainer(
         model,
         loss=loss,
@@ -158,6 +160,12 @@ def test_training_is_that_of_plain_flax(name, layout):
     assert_close(nested(after), plainly_trained(MODELS[name](), before), 1e-6)
 
 
+@pytest.mark.parametrize("name", ["linen", "own loop"])
+def test_training_in_chunks_of_time_is_that_of_plain_flax(name):
+    before, after = trained(trainer_of(MODELS[name](), "hoisted", "fsdp", time_chunk=2))
+    assert_close(nested(after), plainly_trained(MODELS[name](), before), 1e-6)
+
+
 def products_of(trainer):
     """Products of the step's program: in loops, and outside of them."""
     state, data = trainer.init(batch()), trainer.place(batch())
@@ -181,32 +189,44 @@ def test_only_recurrences_leave_their_loops(name, as_it_is, hoisted):
     assert found == {"auto": as_it_is, "hoisted": hoisted}
 
 
+class Stacked(nnx.Module):
+    def __init__(self):
+        cells = [nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(seed)) for seed in range(2)]
+        self.stack = spmd.nn.RNNStack(cells)
+        self.head = nnx.Linear(WIDTH, OUT, rngs=nnx.Rngs(5))
+
+    def __call__(self, x, lengths):
+        return self.head(self.stack(x, lengths=lengths))
+
+
+class PlainStack(Stacked):
+    """Flax's own layers, one after the other, without outputs after the end of a row."""
+
+    def __call__(self, x, lengths):
+        mask = jnp.arange(TIME)[:, None] < lengths[:, None, None]
+        for number in range(2):
+            cell = jax.tree.map(lambda leaf, number=number: leaf[number], self.stack.cells)
+            x = jnp.where(mask, nnx.RNN(cell, rngs=nnx.Rngs(0))(x), 0)
+        return self.head(x)
+
+
 def test_stacks_have_all_implementations():
-    class Stacked(nnx.Module):
-        def __init__(self):
-            cells = [nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(seed)) for seed in range(2)]
-            self.stack = spmd.nn.RNNStack(cells)
-            self.head = nnx.Linear(WIDTH, OUT, rngs=nnx.Rngs(5))
-
-        def __call__(self, x, lengths):
-            return self.head(self.stack(x, lengths=lengths))
-
-    class Plain(Stacked):
-        """Flax's own layers, one after the other, without outputs after the end of a row."""
-
-        def __call__(self, x, lengths):
-            mask = jnp.arange(TIME)[:, None] < lengths[:, None, None]
-            for number in range(2):
-                cell = jax.tree.map(lambda leaf, number=number: leaf[number], self.stack.cells)
-                x = jnp.where(mask, nnx.RNN(cell, rngs=nnx.Rngs(0))(x), 0)
-            return self.head(x)
-
     trainers = {x: trainer_of(Stacked(), x) for x in ("auto", "as_written", "hoisted")}
     inside = {name: products_of(trainer)[0] for name, trainer in trainers.items()}
     assert inside == {"auto": 2, "as_written": 6, "hoisted": 2}
     for trainer in trainers.values():
         before, after = trained(trainer)
-        assert_close(nested(after), plainly_trained(Plain(), before), 1e-6)
+        assert_close(nested(after), plainly_trained(PlainStack(), before), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"), [("data_parallel", {"data": 8}), ("pipeline", {"data": 4, "stage": 2})]
+)
+def test_stacks_in_chunks_of_time(layout, mesh):
+    """On one device after the other, and in a wavefront, whose chunks have more steps."""
+    trainer = trainer_of(Stacked(), "auto", layout, mesh, time_chunk=2)
+    before, after = trained(trainer)
+    assert_close(nested(after), plainly_trained(PlainStack(), before), 1e-6)
 
 
 @pytest.mark.system
@@ -246,6 +266,9 @@ def test_model_without_a_loop_over_time():
 
     with pytest.raises(LayoutError, match="the loss has no loop over time"):
         trainer_of(Dense(), "hoisted").prepare(batch())
+    why = "time_chunk = 2, but the loss calls no spmd.nn.RNNStack"
+    with pytest.raises(LayoutError, match=why):
+        trainer_of(OwnLoop(), "auto", time_chunk=2).prepare(batch())
 
 
 def test_loop_on_shards_of_the_model_stays():
@@ -270,7 +293,7 @@ def test_loop_on_shards_of_the_model_stays():
         return (mapped(weights, x) ** 2).sum()
 
     expected = jax.grad(total)(weights)
-    parallel = ParallelConfig(recurrence="hoisted")
+    parallel = ParallelConfig(recurrence=spmd.Recurrence("hoisted"))
     with parallel_scope(parallel):
         assert_close(jax.jit(jax.grad(hoist_loops(total)))(weights), expected, 1e-6)
     [note] = parallel.notes
@@ -299,9 +322,26 @@ def test_what_stays_in_a_loop_is_said():
 
 
 def test_table_of_the_layout():
-    layout = spmd.Layout(recurrence=spmd.Recurrence("hoisted"))
-    assert '[recurrence]\nimplementation = "hoisted"' in dumps(layout)
+    layout = spmd.Layout(recurrence=spmd.Recurrence("hoisted", 64))
+    assert '[recurrence]\nimplementation = "hoisted"\ntime_chunk = 64' in dumps(layout)
     assert loads(dumps(layout)) == layout
     with pytest.raises(OptionError, match="hoist") as raised:
         spmd.Recurrence("hoist")
     assert raised.value.fix == 'did you mean "hoisted"?'
+
+
+@pytest.mark.parametrize(
+    ("lines", "fix"),
+    [
+        ("time_chunk = 0", "a whole number from 1, or leave it out."),
+        (
+            'implementation = "as_written"\ntime_chunk = 8',
+            'leave it out, or implementation = "hoisted".',
+        ),
+        ("time_chunk = 2.5", "such as 2."),
+    ],
+)
+def test_chunk_that_cannot_be(lines, fix):
+    with pytest.raises(LayoutError, match="time_chunk") as raised:
+        loads(f"[recurrence]\n{lines}\n")
+    assert fix in str(raised.value)
