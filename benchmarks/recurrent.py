@@ -4,8 +4,8 @@ JAX, and torch, all with the same weights.
     pip install keras torch
     python benchmarks/recurrent.py
 
-The arms take turns in one process. Before they are timed, the loss and all gradients of each are
-compared with those of `nnx.RNN`.
+The arms take turns in one process. Before they are timed, all gradients of each are compared with
+those of `nnx.RNN`. The last table has the products of one step, by XLA and by torch.
 """
 
 import argparse
@@ -193,6 +193,41 @@ def measured(case: tuple[int, int, int, int], rounds: int) -> dict[str, list[flo
     return seconds
 
 
+def step_products(case: tuple[int, int, int, int], rounds: int) -> list[str]:
+    """Milliseconds of the two products of one step of a layer, `h @ w` and `d @ w.T`."""
+    _, width, _, rows = case
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(width, 4 * width)).astype(np.float32)
+    lines = []
+    for name, columns in (("h @ w", width), ("d @ w.T", 4 * width)):
+        left = rng.normal(size=(rows, columns)).astype(np.float32)
+        right = w if columns == width else w.T
+        arrays = jnp.asarray(left), jnp.asarray(w)
+        tensors = torch.from_numpy(left), torch.from_numpy(w)
+        multiply = jax.jit(jnp.matmul)
+        if right is not w:
+            multiply = jax.jit(lambda x, y: x @ y.T)
+            tensors = tensors[0], tensors[1].T
+        calls: dict[str, Callable[[], Any]] = {
+            "XLA": lambda multiply=multiply, arrays=arrays: jax.block_until_ready(
+                multiply(*arrays)
+            ),
+            "torch": lambda tensors=tensors: torch.matmul(*tensors),
+        }
+        seconds: dict[str, list[float]] = {arm: [] for arm in calls}
+        for _ in range(10 * rounds):
+            for arm, call in calls.items():
+                began = time.perf_counter()
+                call()
+                seconds[arm].append(time.perf_counter() - began)
+        xla, other = (1e3 * statistics.median(seconds[arm]) for arm in ("XLA", "torch"))
+        lines.append(
+            f"| {name}, {rows} rows, w {width} x {4 * width} | {xla:.2f} | {other:.2f} | "
+            f"{xla / other:.2f} |"
+        )
+    return lines
+
+
 def rows_of(case: tuple[int, int, int, int], seconds: dict[str, list[float]]) -> list[str]:
     depth, width, length, rows = case
     medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -223,6 +258,11 @@ def main() -> None:
     ]
     for case in CASES:
         more = rows_of(case, measured(case, options.rounds))
+        print("\n".join(more), flush=True)
+        lines += more
+    lines += ["", "| product | XLA, ms | torch, ms | XLA / torch |", "|---|--:|--:|--:|"]
+    for case in CASES:
+        more = step_products(case, options.rounds)
         print("\n".join(more), flush=True)
         lines += more
     reported.write("recurrent", [*head, *lines])

@@ -169,7 +169,11 @@ def _run_split_steps(
     fixed = [carried[place] for place in parts.fixed]
     params = equation.params
     # `lax.scan` takes numbers, too
-    loop = _Loop(parts, length, bool(params["reverse"]), params["unroll"])
+    # XLA:CPU (jax 0.10) would copy a buffer of all steps in each step.
+    on_cpu = (current().platform or jax.default_backend()).startswith("cpu")
+    loop = _Loop(
+        parts, length, bool(params["reverse"]), params["unroll"], totals_in_place=not on_cpu
+    )
     before = jaxpr_as_fun(ClosedJaxpr(parts.before, []))
     shared = [*consts, *constants, *fixed]
     computed = jax.vmap(
@@ -193,12 +197,17 @@ def _run_split_steps(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Loop:
-    """A loop over the parts of a step; the other attributes are as of `lax.scan`."""
+    """A loop over the parts of a step; the other attributes are as of `lax.scan`.
+
+    Attributes:
+      totals_in_place: whether the forward pass writes totals over what is added to them.
+    """
 
     parts: StepParts
     length: int
     reverse: bool
     unroll: int
+    totals_in_place: bool
 
     def scan(
         self,
@@ -293,8 +302,9 @@ def _forward(
     loop: _Loop, carry: list[Any], inputs: list[Any], constants: list[Any]
 ) -> tuple[tuple[list[Any], list[Any]], _Saved]:
     parts = loop.parts
-    # A total takes the place, in memory, of what is added to the product.
-    addends = _addends_of_totals(parts)
+    addends: dict[int, int] = {}
+    if loop.totals_in_place:
+        addends = _addends_of_totals(parts)
 
     def body(carry: list[Any], inputs: list[Any], slices: list[Any]) -> tuple[list, tuple, list]:
         step_inputs = list(inputs)

@@ -160,15 +160,18 @@ def in_float64(step, arguments, **options):
         return jax.tree.map(np.asarray, results)
 
 
-@pytest.mark.sampled(quick=8)
+@pytest.mark.sampled(quick=16)
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "options", [{}, {"reverse": True, "unroll": 4}], ids=["forward", "reverse"]
 )
 @pytest.mark.parametrize("name", CELLS)
-def test_values_and_gradients_are_those_of_a_plain_scan(name, options):
+def test_values_and_gradients_are_those_of_a_plain_scan(name, options, platform):
+    """On a CPU, and, computed by it, as on a GPU: totals take the place of addends."""
     step, *arguments = CELLS[name]()
     scan = functools.partial(scan_time, **options)
-    found = values_and_gradients(scan, step, *cast(arguments, jnp.float32))
+    with parallel_scope(ParallelConfig(platform=platform)):
+        found = values_and_gradients(scan, step, *cast(arguments, jnp.float32))
     assert_close(found, in_float64(step, arguments, **options), 1e-6)
 
 
@@ -476,7 +479,10 @@ def test_carry_that_is_cast_for_its_product_is_not_kept_twice():
     error = relative_difference(gradient(scan_time)(params), gradient(lax.scan)(params))
     assert error < 2**-6
     in_bfloat16 = []
-    for equation in equations(jax.make_jaxpr(gradient(scan_time))(params).jaxpr):
+    # As on a GPU, where totals, in bfloat16 too, are no results of the loop.
+    with parallel_scope(ParallelConfig(platform="cuda")):
+        jaxpr = jax.make_jaxpr(gradient(scan_time))(params).jaxpr
+    for equation in equations(jaxpr):
         if equation.primitive.name == "scan":
             stacked = equation.outvars[scan_of(equation).carried :]
             in_bfloat16 += [x.aval.shape for x in stacked if x.aval.dtype == jnp.bfloat16]
