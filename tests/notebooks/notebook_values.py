@@ -129,6 +129,21 @@ def finetune(cells):
     }
 
 
+def character_model(cells):
+    first, difference, scores = cells.loss["one device"][0], cells.difference, cells.scores
+    # Above zero: the two programs are not the same one.
+    assert 0 < difference.max() < 1e-4 and difference[0] < 1e-5
+    assert abs(first - np.log(cells.SYMBOLS)) < 0.5
+    assert cells.loss["four devices"][-1] < 0.6 * first
+    kernel = cells.result.state.params["stack"]["cells"]["dense_h"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape)[0] == 1 and kernel.shape[0] == cells.LAYERS
+    assert cells.wave.forward.ticks == cells.chunks + cells.LAYERS - 1 < cells.chunks * cells.LAYERS
+    networks = [scores["one device, plain Flax"], scores["four devices, spmd"]]
+    assert abs(networks[0] - networks[1]) < 1e-3
+    assert max(networks) < scores["counts, order 1"]
+    assert len(cells.characters) == 600 and max(cells.characters) < cells.SYMBOLS
+
+
 CHECKS = {
     "01_layouts": layouts,
     "02_model_parallel": model_parallel,
@@ -137,6 +152,7 @@ CHECKS = {
     "05_plan_before_you_rent": plan_before_you_rent,
     "06_sweep_and_ensemble": sweep_and_ensemble,
     "08_finetune_an_open_model": finetune,
+    "09_character_model": character_model,
 }
 
 

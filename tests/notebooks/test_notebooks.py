@@ -299,6 +299,37 @@ def finetune(shown):
     assert "48 wide, 2 layers, 123.5 KiB read" in shown.text and shown.html.count("<svg") >= 1
 
 
+def bits_per_character(shown):
+    """Bits by name; where a name is shown twice, the last."""
+    rows = re.findall(r"^(\S[^:\n]*?) +([\d.]+) bits per character$", shown.text, re.MULTILINE)
+    return {name: float(bits) for name, bits in rows}
+
+
+def character_model(shown):
+    """The wavefront's ticks, two equal losses, and a table with the best first."""
+    pattern = r"Four devices take (\d+) ticks for (\d+) chunks of time\. .* takes (\d+)\."
+    ticks, chunks, alone = map(int, re.search(pattern, shown.text).groups())
+    assert ticks == chunks + 3 and alone == 4 * chunks
+    assert f"{chunks} chunks of time: {2 * ticks} ticks" in shown.text
+    # the curves; the wavefront is an SVG
+    assert shown.kinds.count("image/png") == 1 and "<svg" in shown.html
+    differences = re.findall(r"^largest difference in +\d+ steps: (\S+)$", shown.text, re.M)
+    assert len(differences) == 4 and float(differences[-1]) < 1e-4
+    bits = list(bits_per_character(shown).items())[-9:]
+    assert len(dict(bits)) == 9 and 'The "with" statement' in shown.text
+
+
+def test_committed_character_model_is_below_all_counts():
+    """Its text says so; the tests run fewer steps."""
+    path = ROOT / "notebooks" / "09_character_model.ipynb"
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+    bits = bits_per_character(Shown.of(outputs))
+    counts = [value for name, value in bits.items() if name.startswith("counts, order ")]
+    assert len(counts) == 6
+    assert max(bits["one device, plain Flax"], bits["four devices, spmd"]) < min(counts)
+
+
 SHOWS = {
     "00_quickstart": quickstart,
     "01_layouts": layouts,
@@ -309,19 +340,21 @@ SHOWS = {
     "06_sweep_and_ensemble": sweep_and_ensemble,
     "07_from_distributed_tensorflow": from_distributed_tensorflow,
     "08_finetune_an_open_model": finetune,
+    "09_character_model": character_model,
 }
 
 
 QUICK = ("00_quickstart",)  # the others compile many programs, or long ones
 # lines that the tests replace: the plans of a small model, for a GPU with so little memory that it
-# does not fit either
+# does not fit either; a shorter training
 SMALLER = {
     "05_plan_before_you_rent": {
         "= 32_000, 1024, 24, 16, 1024, 64": "= 256, 64, 4, 4, 64, 32",
         'target = "4xl4"': "import notebook_values; target = notebook_values.small_target(folder)",
         '"data_parallel", "zero1", "fsdp", "pipeline"': '"data_parallel", "fsdp"',
         "compiles=16": "compiles=4",
-    }
+    },
+    "09_character_model": {"STEPS = 128, 16, 300": "STEPS = 128, 16, 40"},
 }
 
 
