@@ -36,7 +36,14 @@ class GNMT(nnx.Module):
     two.
     """
 
-    def __init__(self, *, width: int = 64, layers: int = 4, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        *,
+        width: int = 64,
+        layers: int = 4,
+        vocab: tuple[int, int] = VOCAB,
+        rngs: nnx.Rngs,
+    ):
         def embedding(size: int) -> nnx.Embed:
             return nnx.Embed(
                 size,
@@ -50,7 +57,7 @@ class GNMT(nnx.Module):
                 [make_cell(inputs, width, rngs) for _ in range(layers)], residual_from=1
             )
 
-        self.words, self.digits = map(embedding, VOCAB)
+        self.words, self.digits = map(embedding, vocab)
         self.both_ways = spmd.nn.Bidirectional(
             *(make_cell(width, width // 2, rngs) for _ in range(2))
         )
@@ -58,7 +65,7 @@ class GNMT(nnx.Module):
         self.bottom = nnx.RNN(make_cell(width, width, rngs), rngs=rngs)
         self.query = nnx.Linear(width, width, use_bias=False, rngs=rngs)
         self.decoder = stack(2 * width)
-        self.head = nnx.Linear(width, VOCAB[1], kernel_init=named("embed", "vocab"), rngs=rngs)
+        self.head = nnx.Linear(width, vocab[1], kernel_init=named("embed", "vocab"), rngs=rngs)
 
     def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:
         """Logits [rows, target, vocabulary] of what comes after each of `begun` [rows, target], for
