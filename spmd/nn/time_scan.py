@@ -11,6 +11,7 @@ arXiv:1604.06174).
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -237,19 +238,31 @@ class _Loop:
             ]
             return (carry, buffers), outputs
 
-        numbers = jnp.arange(self.length)
-        # Inside of a jax.checkpoint JAX (0.10) computes what depends on no input in a loop of its
-        # own, and so would copy these numbers one by one.
-        first = jax.tree.leaves((list(buffers), xs, carry))[0]
-        numbers, _ = lax.optimization_barrier((numbers, first))
+        numbers_and_xs = _tied((jnp.arange(self.length), xs), jax.tree.leaves(buffers))
         (carry, buffers), outputs = lax.scan(
             step,
             (carry, list(buffers)),
-            (numbers, xs),
+            numbers_and_xs,
             reverse=self.reverse != backward,
             unroll=self.unroll,
         )
         return carry, outputs, buffers
+
+
+def _tied(xs: Tree, floats: Sequence[Any]) -> Tree:
+    """Return the same arrays; for JAX the integers among them depend on floats.
+
+    Where a loop is in a function that is differentiated, JAX (0.10) otherwise computes what depends
+    on integers alone in a loop of its own, such as copies of the numbers of steps, and masks.
+    """
+    leaves, treedef = jax.tree.flatten(xs)
+    is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+    floats = [*floats, *itertools.compress(leaves, is_float)]
+    if floats:
+        for place, leaf in enumerate(leaves):
+            if jnp.issubdtype(leaf.dtype, jnp.integer) or leaf.dtype == jnp.bool_:
+                leaves[place], _ = lax.optimization_barrier((leaf, floats[0]))
+    return jax.tree.unflatten(treedef, leaves)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

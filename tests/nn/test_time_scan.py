@@ -489,16 +489,17 @@ def test_carry_that_is_cast_for_its_product_is_not_kept_twice():
     assert in_bfloat16 == []
 
 
-def test_no_loop_copies_the_numbers_of_steps():
-    """As JAX would make one of what depends on nothing else, inside of the jax.checkpoint of a
-    stack's layers.
+def test_no_loop_is_for_numbers_of_steps_and_masks():
+    """As JAX would make one of what does not depend on the parameters, where the loop over a
+    stack's layers is differentiated.
     """
     stack = spmd.nn.RNNStack([nnx.OptimizedLSTMCell(WIDTH, WIDTH, rngs=nnx.Rngs(0))])
     graph, params, rest = nnx.split(stack, nnx.Param, ...)
     x = jnp.ones((ROWS, TIME, WIDTH))
+    lengths = jnp.array([4, 6, 1])
 
     def loss(params):
-        return (nnx.merge(graph, params, rest)(x) ** 2).mean()
+        return (nnx.merge(graph, params, rest)(x, lengths=lengths) ** 2).mean()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(params).jaxpr
     loops = [x for x in equations(jaxpr) if x.primitive.name == "scan"]
