@@ -121,6 +121,10 @@ class Checkpoint:
 LOOK_AT_DISK = (
     "see whether the disk of that folder works; resume=True resumes from the newest checkpoint."
 )
+RAISE_MEMORY_LIMIT = (
+    "raise the limit of the process's memory or threads (`ulimit -v`, `ulimit -u`); resume=True "
+    "resumes from the newest checkpoint."
+)
 
 
 def as_checkpoint(value: Any) -> Checkpoint | None:
@@ -573,7 +577,9 @@ class CheckpointStore(CheckpointReader):
             raise self._not_written(error) from error
 
     def _not_written(self, error: BaseException) -> CheckpointError:
+        # Python has no exception of its own for a thread that did not get its stack (3.11).
+        lacks_memory = isinstance(error, MemoryError) or "can't start new thread" in str(error)
         return CheckpointError(
             f"a checkpoint could not be written to {self.folder}: {first_line(error)}",
-            fix=LOOK_AT_DISK,
+            fix=RAISE_MEMORY_LIMIT if lacks_memory else LOOK_AT_DISK,
         )

@@ -6,7 +6,6 @@ import json
 import logging
 import netrc
 import os
-import re
 import shutil
 import time
 import zipfile
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from spmd.base.redact import redact_text
 from spmd.errors import OptionError, did_you_mean, import_extra, short_repr
 from spmd.run.pictures import FOLDER as PICTURES
 from spmd.run.run_facts import RunFacts
@@ -63,7 +63,7 @@ class MLflow(Tracker):
     def where(self, facts: RunFacts) -> str:
         """Return the experiment and the server or file."""
         # A URI may have a password.
-        place = re.sub(r"//[^/@]*@", "//", self._uri)
+        place = redact_text(self._uri)
         return f"MLflow: run {facts.name} of experiment {self._experiment} in {place}"
 
     def open(self, facts: RunFacts) -> None:

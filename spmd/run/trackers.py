@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from spmd.base.redact import redact_text
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import grace_seconds
 from spmd.errors import OptionError, did_you_mean, first_line, short_repr
@@ -252,7 +253,9 @@ class Tracker:
         if not self._off and jobs is not None:
             self._off = True
             why = "the tracker %s is switched off: %s. Training continues without it."
-            logging.getLogger("spmd").warning(why, type(self).__name__, first_line(error))
+            # Errors of HTTP libraries quote the URL, which may have a password.
+            reason = redact_text(first_line(error))
+            logging.getLogger("spmd").warning(why, type(self).__name__, reason)
             with contextlib.suppress(queue.Full):
                 jobs.put_nowait(None)
 
@@ -316,6 +319,7 @@ class Tracker:
         """Log a warning that does not stop the tracker, once for each text."""
         if text not in self._noted:
             self._noted.add(text)
+            text = redact_text(text)
             logging.getLogger("spmd").warning("the tracker %s %s.", type(self).__name__, text)
 
     def _end(self, *, status: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from spmd.api import Result
+from spmd.base.redact import redact_command
 from spmd.base.user_paths import as_path, write_text
 from spmd.errors import CheckpointError, OptionError, short_repr, type_name
 from spmd.layout.summary import COLUMNS, notes, rows
@@ -217,8 +218,9 @@ def _environment() -> str:
     is_interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
     # the command of a notebook's process starts its kernel, and nothing else
     if not is_interactive:
-        # sys.argv lacks the options of Python itself, such as -m.
-        facts["command"] = shlex.join(["python", *sys.orig_argv[1:]])
+        # sys.argv lacks the options of Python itself, such as -m. Pages are shared, so a key that
+        # a script takes as an option must not be in them.
+        facts["command"] = shlex.join(["python", *redact_command(sys.orig_argv[1:])])
     facts |= environment()
     body = [(name.replace("_", " "), str(value)) for name, value in facts.items()]
     return table(("", ""), body)

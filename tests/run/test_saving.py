@@ -87,6 +87,20 @@ def test_checkpoint_holds_the_state_of_its_step(room, tmp_path, copied, monkeypa
     assert copied == [room] * int(run.state.step)
 
 
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (RuntimeError("can't start new thread"), "raise the limit of the process's memory"),
+        (MemoryError(), "raise the limit of the process's memory"),
+        (OSError("no space left"), "see whether the disk of that folder works"),
+    ],
+    ids=["threads", "memory", "disk"],
+)
+def test_fix_of_a_failed_save_is_for_its_cause(error, fix, tmp_path):
+    text = str(CheckpointStore(spmd.Checkpoint(tmp_path))._not_written(error))
+    assert type(error).__name__ in text and fix in text
+
+
 def test_failure_of_the_save_thread_is_raised_by_the_next_save(tmp_path, monkeypatch):
     """And again at the end; training does not continue as if the checkpoint existed."""
     monkeypatch.setattr(

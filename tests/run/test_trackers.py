@@ -321,6 +321,13 @@ def test_tracker_that_fails_never_stops_training(broken, error, tmp_path, caplog
     assert bad.calls.count(broken) == 1
 
 
+def test_warning_about_a_tracker_has_no_password_of_its_server(tmp_path, caplog):
+    error = OSError("no route to http://ann:pa55@127.0.0.1:1/api")
+    train(tmp_path, None, 3, loggers=[Fake(broken="open", error=error)])
+    (text,) = warned(caplog)
+    assert "no route to http://***@127.0.0.1:1/api" in text
+
+
 @pytest.mark.sampled(quick=3)
 @pytest.mark.parametrize("broken", ["open", "log", "finish"])
 def test_tracker_that_hangs_never_stops_training(broken, tmp_path, caplog):

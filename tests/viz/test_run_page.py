@@ -128,6 +128,15 @@ def test_page_says_what_was_run(run, tmp_path):
         assert line in text
 
 
+def test_page_has_the_command_without_its_secrets(run, tmp_path, monkeypatch):
+    words = ["python", "train.py", "--api-key", "pa55", "--uri=http://ann:pa55@host", "--lr", "0.1"]
+    monkeypatch.setattr("sys.orig_argv", words)
+    page = viz.report(run[0], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "pa55" not in page
+    shown = "python train.py --api-key '***' '--uri=http://***@host' --lr 0.1"
+    assert shown in Reader(page).text
+
+
 def test_without_checkpoints_it_says_so(run, tmp_path):
     result, _ = run
     with pytest.raises(CheckpointError, match="there is no such folder"):
