@@ -30,6 +30,20 @@ WITHOUT_FIX = {  # by file and class, why
     ("planner/compile.py", "CompileError"): "the compiler's own text, of which nothing is known",
 }
 
+FIX_WHERE_RAISED = {  # by file and function, what raises these problems, with a fix for all
+    ("data/batches.py", "batch_differences"): "train/evaluation.py, shown",
+}
+EMPTY_AT_FIRST = {  # by file, why no error of it lacks a fix
+}
+NO_ERROR = {  # texts in tests/goldens that are no errors
+    "doctor_healthy",
+    "resolve_summary_lists_specs_and_origins",
+    "summary_of_equal_blocks_80",
+    "summary_of_equal_blocks_100",
+    "summary_of_equal_blocks_160",
+    "trained_summary",
+}
+
 
 class Net(linen.Module):
     @linen.compact
@@ -60,37 +74,110 @@ def error(kind, function=spmd.fit, model=None, data=(X, Y), **options):
     return caught.value
 
 
-def raised_errors():
+def syntax_trees():
+    """(file, tree) of every file of the library."""
+    for path in sorted(ROOT.rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def called_name(call):
+    return getattr(call.func, "id", getattr(call.func, "attr", ""))
+
+
+def has_argument(call, name, position=None):
+    """Whether an argument is passed to a call, and is no empty text."""
+    values = [keyword.value for keyword in call.keywords if keyword.arg in (name, None)]
+    if position is not None:
+        values += call.args[position : position + 1]
+    return any(not isinstance(value, ast.Constant) or value.value for value in values)
+
+
+def errors_without_fix():
     """(file, line, class) of every error of the library that is made without a fix."""
     kinds = {
         name
         for name, kind in vars(errors).items()
         if isinstance(kind, type) and issubclass(kind, errors.SpmdError)
     }
-    for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            made = (
-                node.exc
-                if isinstance(node, ast.Raise)
-                else node.value
-                if isinstance(node, ast.Return)
-                else None
-            )
-            if not isinstance(made, ast.Call):
-                continue
-            name = getattr(made.func, "id", getattr(made.func, "attr", ""))
-            if name in kinds and not any(keyword.arg in ("fix", None) for keyword in made.keywords):
-                yield path.relative_to(ROOT).as_posix(), node.lineno, name
+    for file, tree in syntax_trees():
+        for call in ast.walk(tree):
+            is_error = isinstance(call, ast.Call) and called_name(call) in kinds
+            if is_error and not has_argument(call, "fix"):
+                yield file, call.lineno, called_name(call)
 
 
 def test_every_error_has_a_fix():
-    without = [
-        (file, line, kind)
-        for file, line, kind in raised_errors()
-        if (file, kind) not in WITHOUT_FIX
-    ]
-    assert not without
-    assert {(file, kind) for file, _, kind in raised_errors()} == set(WITHOUT_FIX)
+    found = [(file, line, kind) for file, line, kind in errors_without_fix()]
+    assert not [where for where in found if (where[0], where[2]) not in WITHOUT_FIX]
+    assert {(file, kind) for file, _, kind in found} == set(WITHOUT_FIX)
+
+
+def problems_without_fix(tree):
+    """(function, line) of every `Problem` of a file that is made without a fix."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        calls = [call for call in ast.walk(function) if isinstance(call, ast.Call)]
+        # a fix that the last of the function's problems gets
+        if any(called_name(call) == "replace" and has_argument(call, "fix") for call in calls):
+            continue
+        for call in calls:
+            if called_name(call) == "Problem" and not has_argument(call, "fix", 2):
+                yield function.name, call.lineno
+
+
+def test_every_problem_has_a_fix():
+    """Its own, or one for all problems that are raised together, where its file raises them."""
+    missing = []
+    elsewhere = set()
+    for file, tree in syntax_trees():
+        if file == "errors.py":
+            continue
+        raising = [
+            call
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call) and called_name(call) == "raise_problems"
+        ]
+        has_common_fix = any(has_argument(call, "fix", 4) for call in raising)
+        for function, line in problems_without_fix(tree):
+            if (file, function) in FIX_WHERE_RAISED:
+                elsewhere.add((file, function))
+            elif not has_common_fix:
+                missing.append((file, line, function))
+    assert not missing
+    assert elsewhere == set(FIX_WHERE_RAISED)
+
+
+def empty_fixes(tree):
+    """Lines on which a variable or an argument named `fix` begins as an empty text."""
+    for node in ast.walk(tree):
+        names = []
+        values = []
+        if isinstance(node, ast.Assign):
+            names = [getattr(target, "id", "") for target in node.targets]
+            values = [node.value] * len(names)
+        elif isinstance(node, ast.FunctionDef):
+            arguments = node.args
+            positional = [*arguments.posonlyargs, *arguments.args]
+            with_default = positional[len(positional) - len(arguments.defaults) :]
+            names = [argument.arg for argument in (*with_default, *arguments.kwonlyargs)]
+            values = [*arguments.defaults, *arguments.kw_defaults]
+        for name, value in zip(names, values, strict=True):
+            if name == "fix" and isinstance(value, ast.Constant) and value.value == "":
+                yield node.lineno
+
+
+def test_no_fix_begins_empty():
+    """Else an error has none on a path on which nothing else is assigned."""
+    files = {file for file, tree in syntax_trees() if any(empty_fixes(tree))}
+    assert files == set(EMPTY_AT_FIRST)
+
+
+def test_text_of_every_error_has_a_fix():
+    texts = [*(pathlib.Path(__file__).parent / "goldens").glob("*.txt")]
+    without = {path.stem for path in texts if "fix: " not in path.read_text(encoding="utf-8")}
+    assert without == set(NO_ERROR)
+    assert len(texts) > 300
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,35 @@ def run_file(folder: Path, name: str) -> Path:
     return path
 
 
+def check_characters(folder: Path, characters: str, consequence: str) -> None:
+    r"""Refuse a folder of checkpoints with one of these characters in its path, which a library
+    reads as something else than a name.
+
+    Args:
+      consequence: the end of a sentence about the checkpoints, such as "cannot be read".
+
+    Raises:
+      CheckpointError: names the characters, and a path without them.
+
+    >>> check_characters(Path("/runs/lr[0.1]/a"), "[]", "could not be read again")
+    Traceback (most recent call last):
+        ...
+    spmd.errors.CheckpointError: /runs/lr[0.1]/a: checkpoints in a folder with "[]" in its path could not be read again.
+        fix: another name, such as "/runs/lr-0.1-" in place of "/runs/lr[0.1]".
+    """  # noqa: E501
+    contained = "".join(character for character in characters if character in str(folder))
+    if not contained:
+        return
+    outermost_first = reversed((folder, *folder.parents))
+    named = next(path for path in outermost_first if set(contained) & set(path.name))
+    allowed_name = named.name.translate(str.maketrans(contained, "-" * len(contained)))
+    other = named.with_name(allowed_name)
+    raise CheckpointError(
+        f'{folder}: checkpoints in a folder with "{contained}" in its path {consequence}.',
+        fix=f'another name, such as "{other}" in place of "{named}".',
+    )
+
+
 def make_folder(path: Path, error: type[SpmdError]) -> None:
     """Create a folder and its missing parents, whose names are then on disk."""
     with wrap_os_errors(path, error, "folder"):

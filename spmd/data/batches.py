@@ -267,7 +267,9 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
         name = f"{path}   {describe(leaf)}"
         if len(matches[path]) > 1:
             why = f"{len(matches[path])} batch rules match this leaf."
-            problems.append(Problem(name, [why], path=path, kind="overlap"))
+            problems.append(
+                Problem(name, [why], "one rule for it.", path=path, kind="overlap")
+            )
             continue
         spec = layout.batch.spec
         if matches[path]:
@@ -282,7 +284,8 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
                 f"its dim 0 is sharded over {spec_text(spec[:1])}, the batch over "
                 f"{spec_text(layout.batch.spec[:1])}."
             )
-            problems.append(Problem(name, [why]))
+            fix = f"a spec that begins with {spec_text(layout.batch.spec[:1])[1:-1]}."
+            problems.append(Problem(name, [why], fix))
     unmatched_rules = set(range(len(rules))).difference(*matches.values())
     for index in sorted(unmatched_rules):
         where = (

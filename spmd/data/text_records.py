@@ -130,12 +130,13 @@ class TextRows(FileFormat):
             note = ""
             if len(self._problems) >= SHOWN:
                 note = "more may follow"
+            skip = option("on_error", quoted("skip"))
             raise_problems(
                 DataError,
-                f"documents cannot be used; {option('on_error', quoted('skip'))} would leave them "
-                "out",
+                "documents cannot be used",
                 self._problems,
                 note,
+                fix=f"correct them, or {skip}, which leaves them out.",
             )
         return lengths, counted
 

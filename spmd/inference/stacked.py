@@ -67,7 +67,12 @@ def common_batch(nets: Sequence[Net]) -> int | None:
     differ = any(other != shapes[0] for other in shapes)
     if len(fixed) > 1 or len(trees) > 1 or differ:
         problems = [Problem(net.name, [f"takes {describe_tree(net.inputs)}"]) for net in nets]
-        raise_problems(EnsembleError, "the members of the ensemble take different inputs", problems)
+        raise_problems(
+            EnsembleError,
+            "the members of the ensemble take different inputs",
+            problems,
+            fix="members that were exported for the same inputs, and the same number of rows.",
+        )
     return next(iter(fixed), None)
 
 

@@ -64,7 +64,7 @@ class Tables:
         self,
         where: str,
         why: str,
-        fix: str = "",
+        fix: str,
         line: int | None = None,
         kind: str = "invalid_value",
     ) -> None:

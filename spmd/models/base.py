@@ -407,7 +407,7 @@ def remat_policies(
 
 def no_such_module(pattern: str, paths: list[str]) -> ModelError:
     """Return the error for a remat pattern that matches none of these submodules."""
-    fix = ""
+    fix = "a model with submodules, or a layout without it."
     if paths:
         fix = f"one of {', '.join(paths[:12])}"
     return ModelError(f'[remat] modules: "{pattern}" matches no submodule of the model.', fix=fix)

@@ -78,7 +78,10 @@ class LinenModel(Model):
                 made_by_path[path] = leaf
         problems = shape_problems(passed_by_path, made_by_path, "the module")
         raise_problems(
-            ModelError, "the linen module is bound to other arrays than its `init` makes", problems
+            ModelError,
+            "the linen module is bound to other arrays than its `init` makes",
+            problems,
+            fix="arrays of the shapes that it makes.",
         )
         return passed
 

@@ -244,7 +244,13 @@ def load(name: str) -> Target:
         raise OptionError(
             f"{path} is not TOML: {error}.", fix="`spmd targets` shows those that are shipped."
         ) from error
-    raise_problems(OptionError, f"{path} does not describe a target", _problems(table))
+    example = next(iter(shipped().values()))
+    raise_problems(
+        OptionError,
+        f"{path} does not describe a target",
+        _problems(table),
+        fix=f"write it as those that are shipped, such as {example}.",
+    )
     fields = dict(table)
     fields["name"] = path.stem
     fields["achieved"] = Achieved(**table["achieved"])

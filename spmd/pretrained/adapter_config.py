@@ -120,7 +120,8 @@ class AdapterConfig:
             installed.
         """
         if "peft_type" not in self.values:
-            return [Problem("peft_type", ["there is none."], kind="invalid_value")]
+            fix = "a folder that PEFT or spmd.pretrained.save_adapters wrote."
+            return [Problem("peft_type", ["there is none."], fix, kind="invalid_value")]
         problems = []
         for key, value in self.values.items():
             if key == "use_dora" and value:
@@ -130,7 +131,7 @@ class AdapterConfig:
                 accepts, accepted_values = ACCEPTED[key]
                 if accepts(value):
                     continue
-                fix = ""
+                fix = f"one of these; or, if peft loads the folder, {MERGE}"
                 if key in ("peft_type", "bias", "init_lora_weights"):
                     fix = MERGE
                 reason = f"{short_repr(value)}; known: {accepted_values}."

@@ -105,7 +105,10 @@ def load_adapters(
         )
         reader = AdapterReader(module, names, config, tensors)
         raise_problems(
-            PretrainedError, f"the adapters of {path} do not fit the model", reader.problems
+            PretrainedError,
+            f"the adapters of {path} do not fit the model",
+            reader.problems,
+            fix="the model that they were trained for, and the folder as it was written.",
         )
         values, _ = read_arrays(reader.links, reader.targets, display)
         raise_problems(
@@ -291,11 +294,11 @@ def adapted_modules(name_map: NameMap, module: nnx.Module, otherwise: str) -> li
         if path not in mapped:
             why = "the name map maps its kernel to no tensor."
             problems.append(Problem(path, [why], path=path))
-    fix = f"{otherwise} writes the model with all adapters merged into its weights."
     raise_problems(
         PretrainedError,
-        f"adapters cannot be written in PEFT's format; {fix}",
+        "adapters cannot be written in PEFT's format",
         join_layers(problems),
+        fix=f"{otherwise}, which writes the model with all adapters merged into its weights.",
     )
     return adapted
 

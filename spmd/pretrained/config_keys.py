@@ -94,7 +94,10 @@ def is_count(value: Any) -> bool:
 
 
 def check_sizes(
-    config: Mapping[str, Any], sizes: Sequence[int], where: str = "config.json", fix: str = ""
+    config: Mapping[str, Any],
+    sizes: Sequence[int],
+    where: str = "config.json",
+    fix: str = "the config.json that the files were written with.",
 ) -> None:
     """Refuse sizes that tensors with so many values cannot have: a layer is one tensor or more, and
     a vocabulary times the width is one.

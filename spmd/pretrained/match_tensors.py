@@ -138,7 +138,7 @@ class _Matcher:
         rule: TensorRule,
         tensor: str,
         why: Sequence[str],
-        fix: str = "",
+        fix: str,
         kind: str = "no_match",
     ) -> None:
         """Collect a problem of a tensor; equal ones of several layers are one."""
@@ -176,7 +176,8 @@ class _Matcher:
             if no_tensor := [name for name in names if name not in self._tensors]:
                 present = [name for name in names if name in self._tensors]
                 why = f"there is no such tensor beside {present[0]}."
-                self._problem(rule, no_tensor[0], [why])
+                fix = "the files as they were written, or a rule without it."
+                self._problem(rule, no_tensor[0], [why], fix)
                 self._explain(paths)
             elif no_array := [path for path in paths if path not in self._places]:
                 patterns, pattern = _patterns(self._places), _pattern(no_array[0])
@@ -243,7 +244,8 @@ class _Matcher:
             if rule.transform:
                 in_files += f", {rule.transform},"
             why = [f"{in_files} is not {in_model}: {error}."]
-            self._problem(rule, tensors[0].name, why, kind="wrong_shape")
+            fix = "the model that these weights are of, or another rule."
+            self._problem(rule, tensors[0].name, why, fix, kind="wrong_shape")
             self._explained.update(places)
             return
         for place in places:
@@ -306,10 +308,12 @@ class _Matcher:
                 empty[name] = place
         patterns = _all_patterns(rule.model for rule in self._map.tensors)
         for pattern, names in _grouped(empty):
-            place, fix = empty[names[0]], ""
+            place = empty[names[0]]
             why = self._missing_tensors(names[0])
+            fix = "the files as they were written, or the model that they are of."
             if not why:
                 why = "no rule maps this array."
+                fix = "a [[tensors]] rule that fills it."
                 if closest(pattern, patterns):
                     fix = did_you_mean(pattern, patterns)
             where = f"{names[0]} {describe(self._arrays[place.path])}"

@@ -53,6 +53,7 @@ DTYPES: dict[str, np.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 MOST_DIMS = 32
+INTACT = "copy or download it again."
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 
 
@@ -134,7 +135,9 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         except ValueError as error:
             problems.append(Problem(printable(name, 200), [str(error)], path=name))
     problems = problems or _coverage_problems(tensors, 8 + length, size)
-    raise_problems(PretrainedError, f"{file} is damaged, or no safetensors file", problems)
+    raise_problems(
+        PretrainedError, f"{file} is damaged, or no safetensors file", problems, fix=INTACT
+    )
     return tensors, metadata
 
 
@@ -142,7 +145,7 @@ def _damaged(file: Path, why: str) -> PretrainedError:
     state = "is damaged"
     if file.suffix == SUFFIX:
         state = "is damaged, or no safetensors file"
-    return PretrainedError(f"{file} {state}: {why}.", fix="copy or download it again.")
+    return PretrainedError(f"{file} {state}: {why}.", fix=INTACT)
 
 
 def _parse(file: Path, text: bytes, what: str) -> dict[str, Any]:
@@ -313,9 +316,13 @@ def _open_shards(folder: Path, index: Path) -> WeightFiles:
         else:
             headers[name], file_metadata = read_header(folder / name)
             metadata = metadata or file_metadata
-    raise_problems(PretrainedError, f"{index} does not fit its folder", problems)
+    fix = "copy or download it again, with all of the files that it was written with."
+    raise_problems(PretrainedError, f"{index} does not fit its folder", problems, fix=fix)
     raise_problems(
-        PretrainedError, f"{index} does not fit its shards", _index_problems(weight_map, headers)
+        PretrainedError,
+        f"{index} does not fit its shards",
+        _index_problems(weight_map, headers),
+        fix=fix,
     )
     tensors = {name: headers[file][name] for name, file in weight_map.items()}
     return WeightFiles(folder, tensors, metadata)

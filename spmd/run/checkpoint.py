@@ -25,7 +25,7 @@ import jax
 from spmd.base.output_files import sync_tree
 from spmd.base.tracebacks import trims_tracebacks
 from spmd.base.tree import describe, format_bytes
-from spmd.base.user_paths import as_path, make_folder
+from spmd.base.user_paths import as_path, check_characters, make_folder
 from spmd.distributed import watchdog
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import (
@@ -142,23 +142,34 @@ def as_checkpoint(value: Any) -> Checkpoint | None:
 class _Failures(logging.Handler):
     """A handler of logs that ends a process of several whose save fails. Orbax only logs the
     failure, then waits for the other processes, which wait for it.
+
+    Attributes:
+      folder: of the run that was saved last.
     """
+
+    folder = Path()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Report the error to the other processes, and exit."""
         error = record.exc_info[1] if record.exc_info else None
         # Orbax's name of the thread that writes.
         if error is not None and record.threadName == "async_save":
-            _report_failure(error)
+            _report_failure(self.folder, error)
 
 
-def _report_failure(error: BaseException) -> None:
+def _report_failure(folder: Path, error: BaseException) -> None:
     if jax.process_count() > 1:
-        failure = CheckpointError(
-            f"a checkpoint could not be written: {type(error).__name__}: {error}"
-        )
+        failure = _not_written(folder, error)
         watchdog.print_error(failure)
         watchdog.current().report_failure(failure)
+
+
+def _not_written(folder: Path, error: BaseException) -> CheckpointError:
+    why = f"a checkpoint could not be written to {folder}: {first_line(error)}"
+    # Python has no exception of its own for a thread that did not get its stack (3.11).
+    if isinstance(error, MemoryError) or "can't start new thread" in str(error):
+        return CheckpointError(why, fix=RAISE_MEMORY_LIMIT)
+    return CheckpointError(why, fix=LOOK_AT_DISK)
 
 
 def _handlers() -> Any:
@@ -212,25 +223,14 @@ def _daemon_executor() -> futures.ThreadPoolExecutor:
     return executor
 
 
-def _check_name(folder: Path) -> None:
-    """Refuse a path that is read as a pattern where Orbax looks for the arrays that it has just
-    written: it finds none, without an error.
+def check_name(folder: str | Path) -> None:
+    """Refuse a folder whose path is read as a pattern where Orbax looks for the arrays that it has
+    just written: it finds none, without an error.
 
     Raises:
       CheckpointError: names the characters, and a path without them.
     """
-    characters = [character for character in PATTERN if character in str(folder)]
-    if not characters:
-        return
-    outermost_first = reversed((folder, *folder.parents))
-    named = next(path for path in outermost_first if set(PATTERN) & set(path.name))
-    allowed_name = named.name.translate(str.maketrans(PATTERN, "-" * len(PATTERN)))
-    other = named.with_name(allowed_name)
-    why = (
-        f'{folder}: checkpoints in a folder with "{"".join(characters)}" in its path could not be '
-        "read again."
-    )
-    raise CheckpointError(why, fix=f'another name, such as "{other}" in place of "{named}".')
+    check_characters(Path(folder).absolute(), PATTERN, "could not be read again")
 
 
 class CheckpointStore(CheckpointReader):
@@ -244,7 +244,7 @@ class CheckpointStore(CheckpointReader):
     def __init__(self, config: Checkpoint):
         super().__init__(config.path)
         self.config = config
-        _check_name(self.folder)
+        check_name(self.folder)
         self._acquire_ownership()
         self._writing = 0
         self._written = _nothing_to_write
@@ -403,6 +403,7 @@ class CheckpointStore(CheckpointReader):
             self._threaded = not first_nonempty("" if fits_on_devices(state) else "full")
         # Created here, by all processes together, and not in the thread: it has barriers.
         _ = self._manager
+        _failures.folder = self.folder
         self._writing = step
         if self._threaded:
             self.copy(state, step)
@@ -449,7 +450,7 @@ class CheckpointStore(CheckpointReader):
             jax.block_until_ready(copy)
             self._write(copy.pop(), *more)
         except BaseException as error:
-            _report_failure(error)
+            _report_failure(self.folder, error)
             raise
         self._finish()
 
@@ -522,7 +523,7 @@ class CheckpointStore(CheckpointReader):
             self._saved = self.latest()
             if isinstance(error, SpmdError):
                 raise
-            raise self._not_written(error) from error
+            raise _not_written(self.folder, error) from error
         if self._saved is not None and not self._path(self._saved).exists():
             missing = self._saved
             self._saved = None
@@ -574,12 +575,4 @@ class CheckpointStore(CheckpointReader):
             self.release()
             raise
         if error := self._close():
-            raise self._not_written(error) from error
-
-    def _not_written(self, error: BaseException) -> CheckpointError:
-        # Python has no exception of its own for a thread that did not get its stack (3.11).
-        lacks_memory = isinstance(error, MemoryError) or "can't start new thread" in str(error)
-        return CheckpointError(
-            f"a checkpoint could not be written to {self.folder}: {first_line(error)}",
-            fix=RAISE_MEMORY_LIMIT if lacks_memory else LOOK_AT_DISK,
-        )
+            raise _not_written(self.folder, error) from error

@@ -17,7 +17,7 @@ import numpy as np
 from spmd.base.path_match import covering, matches, suggest
 from spmd.base.ranking import best
 from spmd.base.tree import Tree, abstract, describe, flatten, map_paths
-from spmd.base.user_paths import as_path, blocking_file
+from spmd.base.user_paths import as_path, blocking_file, check_characters
 from spmd.distributed.consistency import first_nonempty
 from spmd.errors import (
     CheckpointError,
@@ -441,6 +441,8 @@ class CheckpointReader:
         """Return arrays of a checkpoint, by item and path, placed as in `targets`; an item may
         contain more.
         """
+        # TensorStore (0.1) reads a backslash in a path as a slash.
+        check_characters(self.folder, "\\", "cannot be read")
         ocp = import_orbax()
         options = ocp.options.MultiprocessingOptions(active_processes=active_processes())
         handler = ocp.CompositeCheckpointHandler(

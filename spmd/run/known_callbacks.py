@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spmd.base.ranking import rank
 from spmd.data.nonfinite import find_nonfinite
 from spmd.distributed.replica_check import check_replicas
 from spmd.errors import (
@@ -231,7 +232,7 @@ class EarlyStopping(Callback):
                 fix=did_you_mean(self.metric, info.metrics),
             )
         value = self._sign * info.metrics[self.metric]
-        if math.isfinite(value) and value < self._best - self.min_delta:
+        if rank(value, "min") < rank(self._best - self.min_delta, "min"):
             self._best = value
             self._waited = 0
             return

@@ -22,7 +22,7 @@ from spmd.layout.schema import Layout
 from spmd.mesh import MeshSpec, make_mesh, outside_of_mesh
 from spmd.program_cache.activate import use_folder
 from spmd.program_cache.folder import choose_folder
-from spmd.run.checkpoint import Checkpoint, as_checkpoint
+from spmd.run.checkpoint import Checkpoint, as_checkpoint, check_name
 from spmd.run.config import check_length
 from spmd.run.progress import NoProgress, make_progress
 from spmd.run.signals import interruptible
@@ -144,6 +144,7 @@ def sweep(
       >>> result.best[0].values, result.programs
       ({'rate': 0.5}, 1)
     """
+    checkpoint = _checkpoint(checkpoint, resume)
     join()
     space = check_space(space)
     if not isinstance(search, Halving) and search not in ("random", "grid"):
@@ -167,7 +168,11 @@ def sweep(
     check_integer(at_once, "at_once", optional=True)
     check_integer(steps_per_call, "steps_per_call")
     display = make_progress(progress)
-    folder, every = _folder_and_interval(checkpoint, resume, source)
+    folder = None
+    every = source.steps_per_epoch
+    if checkpoint is not None:
+        folder = Path(checkpoint.path).absolute()
+        every = checkpoint.every or every
     devices = _mesh(mesh, batch_size)
     spelled_trials = ""
     if folder is not None:
@@ -232,12 +237,11 @@ def sweep(
             return runner.run_rungs(all_trials, folder and folder / "best")
 
 
-def _folder_and_interval(
-    checkpoint: Any, resume: bool, source: ArraySource
-) -> tuple[Path | None, int]:
-    """The sweep's folder, and the steps between two saves.
+def _checkpoint(checkpoint: Any, resume: bool) -> Checkpoint | None:
+    """The sweep's folder and the steps between two saves, as a `Checkpoint`.
 
     Raises:
+      CheckpointError: checkpoints in that folder could not be read again.
       OptionError: other options of a `Checkpoint`, or `resume` without one.
     """
     config = as_checkpoint(checkpoint)
@@ -246,16 +250,14 @@ def _folder_and_interval(
             raise OptionError(
                 "resume=True without a checkpoint folder.", fix='checkpoint="runs/name".'
             )
-        return None, source.steps_per_epoch
+        return None
     if config != Checkpoint(config.path, every=config.every):
         raise OptionError(
             f"checkpoint={config!r}: a sweep uses only the path and `every` of a Checkpoint.",
             fix="sweep(score=..., mode=..., keep=...).",
         )
-    every = config.every
-    if every is None:
-        every = source.steps_per_epoch
-    return Path(config.path).absolute(), every
+    check_name(config.path)
+    return config
 
 
 def _arrays(data: Any, option: str, batch_size: int, shuffle: bool, seed: int) -> ArraySource:

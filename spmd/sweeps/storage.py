@@ -132,7 +132,10 @@ class SweepStore:
                 why = _differ(str(before.get(name)), str(about.get(name)))
                 problems.append(Problem(name, [why]))
         raise_problems(
-            CheckpointError, f"the sweep in {folder} cannot be resumed: it was another", problems
+            CheckpointError,
+            f"the sweep in {folder} cannot be resumed: it was another",
+            problems,
+            fix="the arguments that it began with, or another folder.",
         )
 
     @property

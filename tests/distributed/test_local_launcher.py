@@ -242,7 +242,9 @@ def test_full_disk_is_reported_and_the_previous_checkpoint_is_intact(undisturbed
         pytest.skip("a small file system needs privileges, and unshare")
     run = job("--folder", tmp_path / "small" / "run", restarts=3, small=tmp_path / "small")
     assert run.code == 1 and "HASH" not in run.text, run.text
-    assert "CheckpointError: a checkpoint could not be written: " in run.text, run.text
+    folder = tmp_path / "small" / "run"
+    assert f"CheckpointError: a checkpoint could not be written to {folder}: " in run.text, run.text
+    assert "fix: see whether the disk of that folder works" in run.text, run.text
     kept = tmp_path / "kept"
     assert [
         path.name for path in (kept / "run" / "checkpoints").iterdir() if path.name.isdigit()

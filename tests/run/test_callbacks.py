@@ -1,6 +1,7 @@
 """Callbacks: which events they get, when, and what they may do."""
 
 import inspect
+import itertools
 import json
 import math
 
@@ -12,6 +13,7 @@ from small import Recorder, fit, fit_net, host, labelled, numbers, same
 
 import spmd
 from spmd import callbacks
+from spmd.base.ranking import best
 from spmd.errors import CallbackError, DivergedError, OptionError
 
 BUILT_IN = {
@@ -347,6 +349,29 @@ def test_early_stopping_counts_looks_without_improvement(options, values, count)
     assert look(callbacks.EarlyStopping("score", **options), "score", values, "on_step")[0] == count
     # a training metric
     assert look(callbacks.EarlyStopping("score", **options), "score", values, "on_eval")[0] is None
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_early_stopping_ranks_as_the_best_checkpoint_is_ranked(mode):
+    """The last improvement is the check whose checkpoint `Checkpoint(best=)` keeps: of equals the
+    first, and one that is not finite only where none is finite.
+    """
+    finite = [1.0, 2.0, 2.0]
+    for values in set(itertools.permutations([*finite, 1.0, math.nan, math.inf, -math.inf], 5)):
+        numbers_of_checks = [number for number, value in enumerate(values) if value in finite]
+        if not numbers_of_checks:
+            continue
+        first = numbers_of_checks[0]
+        for number in numbers_of_checks:
+            is_better = values[number] > values[first]
+            if mode == "min":
+                is_better = values[number] < values[first]
+            if is_better:
+                first = number
+        stopping = callbacks.EarlyStopping("eval_score", patience=9, mode=mode)
+        assert look(stopping, "eval_score", values)[0] is None
+        assert stopping.save()["waited"] == len(values) - 1 - first, values
+        assert best(dict(enumerate(values)), 1, mode) == [first], values
 
 
 def test_early_stopping_says_why():

@@ -4,6 +4,7 @@ them.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
@@ -72,6 +73,33 @@ def test_saved_loop_continues_bit_for_bit(layout, tmp_path):
     assert same(train(other, other.restore(tmp_path), 6), undisturbed(layout)) and not same(
         state, undisturbed(layout)
     )
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "a*", "what?", "back\\slash"])
+def test_loop_does_not_save_where_it_could_not_be_read_again(name, tmp_path):
+    trainer = trainer_on("data=8")
+    with pytest.raises(CheckpointError, match="could not be read again") as raised:
+        trainer.save(trainer.init(), tmp_path / name / "run")
+    assert f'"{tmp_path / name}"' in raised.value.fix
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.system
+def test_run_that_was_renamed_is_restored_or_refused(tmp_path):
+    """Only writing reads a path as a pattern; a backslash is read as a slash in reading, too."""
+    trainer = trainer_on("data=8")
+    state = trainer.init()
+    folder = tmp_path / "run"
+    trainer.save(state, folder)
+    for name in ("lr[0.1]", "a*", "what?"):
+        folder = folder.rename(tmp_path / name)
+        assert same(trainer.restore(folder), host(state))
+    folder = folder.rename(tmp_path / "back\\slash")
+    with pytest.raises(CheckpointError, match="cannot be read") as raised:
+        trainer.restore(folder)
+    better = re.fullmatch('another name, such as "(.*)" in place of "(.*)".', raised.value.fix)
+    assert better is not None and better[2] == str(folder)
+    assert same(trainer.restore(folder.rename(better[1])), host(state))
 
 
 @pytest.mark.system

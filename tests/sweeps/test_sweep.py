@@ -1,5 +1,6 @@
 """Sweeps: a trial is what `fit` would have trained alone, whatever runs beside it."""
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -378,6 +379,21 @@ def test_the_largest_may_be_the_best():
         == max(tried.score for tried in swept.trials)
         == max(tried.metrics["eval_accuracy"] for tried in swept.trials)
     )
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_of_equal_trials_the_first_is_the_best_and_one_without_a_number_is_the_worst(mode):
+    """In the trials that are kept, in the rungs of a halving, and in the table."""
+    more = {"optimizer": optax.sgd, "space": {"learning_rate": [1e38, 0.01, 0.01, 1e38]}}
+    more |= {"search": "grid", "trials": None, "score": "loss", "mode": mode, "epochs": 2}
+    swept = sweep(**more, keep=3)
+    assert [math.isnan(tried.score) for tried in swept.trials] == [True, False, False, True]
+    assert swept.trials[1].score == swept.trials[2].score
+    assert [tried.number for tried in swept.best] == [1, 2]
+    assert [row["trial"] for row in swept.rows()] == [1, 2, 0, 3]
+    halved = sweep(**{**more, "search": spmd.Halving(rungs=2), "trials": 4}, keep=1)
+    assert [tried.number for tried in halved.best] == [1]
 
 
 @pytest.mark.system

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from swept import CLASSES, FEATURES, FEEDBACK, MODELS, RATES, Net, adam, labelled, sweep
+from swept import CLASSES, FEATURES, FEEDBACK, MODELS, RATES, Net, adam, labelled, options, sweep
 
 import spmd
 from spmd.errors import (
@@ -275,3 +275,12 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         "notes.txt",
         "damaged",
     }
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "a*", "what?", "back\\slash"])
+def test_folder_whose_checkpoints_could_not_be_read_again(name, tmp_path):
+    """Refused at the call: before the data, of which nothing is right here, and any file."""
+    with pytest.raises(CheckpointError, match="could not be read again") as raised:
+        spmd.sweep(None, None, checkpoint=tmp_path / name / "sweep", **options(space=None, optimizer=None))
+    assert f'"{tmp_path / name}"' in raised.value.fix
+    assert not list(tmp_path.iterdir())
