@@ -267,9 +267,7 @@ def check_batch(tree: Tree, layout: Layout, mesh: MeshSpec, microbatches: int) -
         name = f"{path}   {describe(leaf)}"
         if len(matches[path]) > 1:
             why = f"{len(matches[path])} batch rules match this leaf."
-            problems.append(
-                Problem(name, [why], "one rule for it.", path=path, kind="overlap")
-            )
+            problems.append(Problem(name, [why], "one rule for it.", path=path, kind="overlap"))
             continue
         spec = layout.batch.spec
         if matches[path]:

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import shlex
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -76,24 +77,21 @@ def user_secret(home: Path) -> bytes | None:
 
 
 def _read_secret(path: Path) -> bytes:
+    fix = f"rm {shlex.quote(str(path))}; a new one is created."
     try:
         # another user may have put a link or a pipe there: open neither follows it nor waits
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        raise ClusterError(
-            f"{path} cannot be read: {error.strerror}.", fix=f"rm {path}; a new one is created."
-        ) from None
+        raise ClusterError(f"{path} cannot be read: {error.strerror}.", fix=fix) from None
     with open(descriptor, "rb") as stream:
         # Of the open file: the path may be another file by now.
         info = os.fstat(descriptor)
         if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode) or info.st_mode & 0o077:
             raise ClusterError(
                 f"{path} is not private to this user: others may know it.",
-                fix=f"rm {path}; a new one is created.",
+                fix=fix,
             )
         secret = stream.read()
     if len(secret) != SIZE:
-        raise ClusterError(
-            f"{path} has {len(secret)} bytes, not {SIZE}.", fix=f"rm {path}; a new one is created."
-        )
+        raise ClusterError(f"{path} has {len(secret)} bytes, not {SIZE}.", fix=fix)
     return secret

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import os
 import runpy
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,7 @@ def call_at_fit(
     folder = Path.cwd()
     steps = contextlib.ExitStack()
     outcome: list[Callable[[], T]] = []
-    fix = ""
+    fix = "a script that calls spmd.fit."
     if to == "plan":
         fix = "call spmd.plan(...) from Python, for a custom training loop."
 
@@ -114,7 +115,8 @@ def call_at_fit(
             if isinstance(error, SystemExit):
                 why = f"ended ({error.code})"
             raise OptionError(
-                f"{script} {why} before it called spmd.fit.", fix=f"python {script} shows where."
+                f"{script} {why} before it called spmd.fit.",
+                fix=f"python {shlex.quote(script)} shows where.",
             ) from error
     finally:
         sys.argv, sys.path = argv, paths

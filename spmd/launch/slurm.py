@@ -265,7 +265,7 @@ def submit(argv: Sequence[str], config: SlurmJob) -> int:
             f"{option('output', repr(config.output))}: there is no folder {folder}, and SLURM does "
             "not create it."
         )
-        raise OptionError(why, fix=f"mkdir -p {folder}")
+        raise OptionError(why, fix=f"mkdir -p {shlex.quote(str(folder))}")
     try:
         return subprocess.run(["sbatch"], input=text + "\n", text=True, check=False).returncode
     except FileNotFoundError:

@@ -25,6 +25,16 @@ HEADS = {  # the fix for a folder that lacks the head, by the beginning of its p
 }
 
 
+def _head_fix(path: str) -> str:
+    """Return the fix for a folder that lacks an array of this path, or pattern; "" if it is of no
+    head.
+    """
+    for start, fix in HEADS.items():
+        if path.startswith(start):
+            return fix
+    return ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """The place of an array in the model: its path, and the position along dim 0 if it is one layer
@@ -194,10 +204,7 @@ class _Matcher:
         fix = "a folder that has it. Or optional = true."
         if near := closest(rule.file[0], _patterns(self._tensors)):
             fix = f'did you mean "{near}"? Or optional = true.'
-        for start, head_fix in HEADS.items():
-            if rule.model[0].startswith(start):
-                fix = head_fix
-                break
+        fix = _head_fix(rule.model[0]) or fix
         self._problem(rule, rule.file[0], ["matches no tensor."], fix)
         for captures in _captures(rule.model, self._places):
             self._explain(_names(rule.model, captures))
@@ -310,7 +317,9 @@ class _Matcher:
         for pattern, names in _grouped(empty):
             place = empty[names[0]]
             why = self._missing_tensors(names[0])
-            fix = "the files as they were written, or the model that they are of."
+            fix = _head_fix(place.path)
+            if not fix:
+                fix = "the files as they were written, or the model that they are of."
             if not why:
                 why = "no rule maps this array."
                 fix = "a [[tensors]] rule that fills it."

@@ -41,6 +41,7 @@ from spmd.run.reshard_checkpoint import (
     describe_packing,
     find_mismatches,
     find_param_mismatches,
+    mismatch_table,
     packing_from_meta,
 )
 from spmd.run.restore_comm_state import (
@@ -54,6 +55,7 @@ from spmd.train.state import State
 
 FORMAT = 3
 WITHOUT_MANIFEST = 2  # the previous format, which is still read
+MANY = 40  # arrays that do not fit and are listed by difference, not one by one
 STATS = "stats"
 MODEL_KINDS = (PARAMS, STATS, FROZEN)  # the first part of the paths of a model's arrays
 OTHER_MODEL = (
@@ -430,9 +432,11 @@ class CheckpointReader:
         if not problems:
             problems = repacking.problems()
         note = "" if is_packed else f"{len({*saved, *arrays}) - len(problems)} arrays fit"
-        raise_problems(
-            CheckpointError, f"{headline} does not fit this {of}", problems, note, OTHER_MODEL
-        )
+        headline += f" does not fit this {of}"
+        if len(problems) > MANY and not any(problem.fix for problem in problems):
+            text = mismatch_table(headline, problems, note)
+            raise CheckpointError(f"{text}\n", fix=OTHER_MODEL, problems=problems)
+        raise_problems(CheckpointError, headline, problems, note, OTHER_MODEL)
         return repacking
 
     def _read_arrays(

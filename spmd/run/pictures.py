@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.base.output_files import replace_atomically
 from spmd.base.user_paths import as_path, make_folder, run_file, wrap_os_errors
 from spmd.errors import OptionError, short_repr, type_name
 
@@ -47,7 +48,9 @@ def write_picture(
     path = Path(FOLDER) / f"{_stem(name)}-{step:08d}{suffix}"
     make_folder(folder / FOLDER, OptionError)
     with wrap_os_errors(folder / path, OptionError):
-        run_file(folder, str(path)).write_bytes(content)
+        target = run_file(folder, str(path))
+        with replace_atomically(target, durable=False) as part:
+            part.write_bytes(content)
     return path
 
 

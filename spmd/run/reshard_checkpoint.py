@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmd.base.tree import Tree, describe, flatten, map_paths
 from spmd.base.xla import from_bits, to_bits
-from spmd.errors import Problem
+from spmd.errors import Problem, join_names
 from spmd.layout.fixes import first_names
 from spmd.nn.layer_order import StageOrder
 from spmd.wire.server.packing import Storage
@@ -30,6 +30,7 @@ from spmd.wire.server.packing import Storage
 PARAMS = "params"
 FROZEN = "frozen"
 OPT = "opt"
+KINDS = 6  # kinds of differences that `mismatch_table` lists
 SAME_PIPELINE = "use the [pipeline] stages and groups of the checkpoint"
 SAME_SERVER = (
     "use the [parameter_server] placement, servers and mode of the checkpoint, on as many "
@@ -541,3 +542,30 @@ def find_mismatches(
                 fix = SAME_SERVER
         problems.append(Problem(path, why, fix))
     return problems
+
+
+def mismatch_table(headline: str, problems: Sequence[Problem], note: str = "") -> str:
+    """Return the headline and one line for each kind of difference between two models, with the
+    arrays that have it by pattern: their layers and moments repeat it.
+
+    >>> layers = [Problem(f"params/{i}/bias", ["saved f32[4], wanted f32[8]"]) for i in range(90)]
+    >>> print(mismatch_table("it does not fit", layers, "3 arrays fit"))
+    it does not fit
+    90 problems (3 arrays fit):
+      90 arrays saved f32[4], wanted f32[8]: params/*/bias
+    """
+    if note:
+        note = f" ({note})"
+    lines = [headline, f"{len(problems)} problems{note}:"]
+    paths: dict[str, list[str]] = {}
+    for problem in problems:
+        paths.setdefault(" ".join(problem.why), []).append(problem.where)
+    by_count = sorted(paths.items(), key=lambda item: -len(item[1]))
+    for why, alike in by_count[:KINDS]:
+        patterns = dict.fromkeys(re.sub(r"\d+", "*", path) for path in alike)
+        noun = "array" if len(alike) == 1 else "arrays"
+        lines.append(f"  {len(alike)} {noun} {why}: {join_names(patterns, 4)}")
+    others = sum(len(alike) for _, alike in by_count[KINDS:])
+    if others:
+        lines.append(f"  and {others} arrays with {len(by_count) - KINDS} other differences")
+    return "\n".join(lines)

@@ -3,6 +3,7 @@
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -396,3 +397,30 @@ def test_load_of_weights_that_a_wrapper_of_pytorch_named(wrapper, tmp_path):
     )
     saved = read_tensors(spmd.pretrained.save(module, tmp_path / "saved"))
     assert saved.keys() == {f"{wrapper}{name}" for name in tensors}
+
+
+def test_fix_for_a_missing_head_of_a_decoder(tmp_path):
+    """Files without the head, and a config.json that does not say that it is the embedding's table,
+    load once it does; the logits are those of files that hold the table twice.
+    """
+    tensors = read_tensors(FIXTURES / "llama")
+    config = json.loads((FIXTURES / "llama" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    twice = write_folder(
+        tmp_path / "twice", tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    )
+    del tensors["lm_head.weight"]
+    folder = write_folder(tmp_path / "without", tensors)
+    for path in (twice, folder):
+        (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PretrainedError, match=r"lm_head\.weight") as raised:
+        spmd.pretrained.load(folder, progress=False)
+    (problem,) = raised.value.problems
+    name, value = re.match(r'("\w+": \w+) in config\.json, if', problem.fix)[1].split(": ")
+    (folder / "config.json").write_text(json.dumps(config | {json.loads(name): json.loads(value)}))
+    tokens = np.arange(12).reshape(1, 12)
+    tied = spmd.pretrained.load(folder, progress=False)(tokens)
+    table_twice = spmd.pretrained.load(twice, progress=False)(tokens)
+    np.testing.assert_allclose(tied, table_twice, rtol=1e-5, atol=1e-5)
+    untied = spmd.pretrained.load(FIXTURES / "llama", progress=False)(tokens)
+    assert not np.allclose(tied, untied, atol=1e-2)

@@ -5,6 +5,7 @@ devices have no memory for the copy.
 import dataclasses
 import errno
 import gc
+import logging
 import os
 import re
 import shutil
@@ -157,17 +158,42 @@ finally:
 
 @pytest.mark.system
 def test_process_ends_soon_after_a_failed_save(tmp_path):
-    """The threads that Orbax starts would wait for one another for five minutes."""
+    """The threads that Orbax starts would wait for one another for five minutes: the process has
+    two, from its start. The error is the last that it prints, with the note about a second try.
+    """
     command = [sys.executable, "-c", FAILING, str(tmp_path / "run")]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment(), cwd=ROOT
     )
-    assert (
-        done.returncode and "CheckpointError: a checkpoint could not be written to" in done.stderr
+    assert done.returncode == 1
+    last = (
+        rf"\nspmd\.errors\.CheckpointError: a checkpoint could not be written to {tmp_path}/run: "
+        r"OSError: .*No space left on device.*\n    fix: .*\n"
+        r"spmd: and the state after step 4 could not be saved: .*\n"
     )
+    assert re.search(rf"{last}\Z", done.stderr), done.stderr
     assert done.stdout.splitlines()[-1] == "left: []", (
         "threads that the end of the process waits for"
     )
+
+
+def test_save_that_fails_in_one_of_several_processes_is_printed(tmp_path, monkeypatch, capsys):
+    """With its folder and a fix, by Orbax's thread and by ours; the others wait for this one."""
+    fit(steps=1, checkpoint=tmp_path)
+    monkeypatch.setattr(checkpoint.jax, "process_count", lambda: 2)
+    thread = logging.LogRecord("absl", logging.ERROR, "", 0, "a save fails", (), None)
+    thread.threadName = "async_save"
+    full = OSError(errno.ENOSPC, "No space left on device", "0")
+    thread.exc_info = type(full), full, None
+    checkpoint._failures.emit(thread)
+    printed = capsys.readouterr().err
+    checkpoint._report_failure(tmp_path, full)
+    assert capsys.readouterr().err == printed
+    assert printed.splitlines() == [
+        f"spmd.errors.CheckpointError: a checkpoint could not be written to {tmp_path}: OSError: "
+        "[Errno 28] No space left on device: '0'",
+        f"    fix: {checkpoint.LOOK_AT_DISK}",
+    ]
 
 
 @pytest.mark.parametrize("name", ["lr[0.1]", "a*", "what?", "back\\slash"])
