@@ -18,6 +18,7 @@ from flax import nnx
 import spmd
 from spmd.errors import SpmdError
 from spmd.inference.generation import Generator, Sampling, generate
+from spmd.launch.cli import main
 from spmd.pretrained.folders import load
 
 FIXTURES = Path(__file__).parents[1] / "pretrained" / "fixtures"
@@ -333,3 +334,18 @@ def test_bad_input_is_named(options, message):
     with pytest.raises(SpmdError) as caught:
         generate(chosen.pop("model"), chosen.pop("tokens"), **chosen)
     assert message in str(caught.value)
+
+
+def test_end_token_of_a_folder_that_is_none_of_its_tokens_is_reported(tmp_path, capsys):
+    """Unlike `transformers`, which never ends a text then; the fix is `--stop`."""
+    folder = shutil.copytree(FIXTURES / "llama", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 96]}))
+    command = ["generate", str(folder), "--tokens", "5,9,7", "--max-new-tokens", "2"]
+    assert main(command) == 2
+    assert (
+        "stop has id 96; the model has 96 tokens, from 0, and would never end a text with it.\n"
+        "    fix: stop=[...] (--stop) with tokens of this model"
+    ) in capsys.readouterr().err
+    assert main([*command, "--stop", "2"]) == 0
+    tokens = generate(model_of("llama"), [[5, 9, 7]], max_new_tokens=2, stop=[2])[0]
+    assert capsys.readouterr().out.strip() == ",".join(map(str, tokens))

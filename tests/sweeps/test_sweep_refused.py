@@ -281,6 +281,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 def test_folder_whose_checkpoints_could_not_be_read_again(name, tmp_path):
     """Refused at the call: before the data, of which nothing is right here, and any file."""
     with pytest.raises(CheckpointError, match="could not be read again") as raised:
-        spmd.sweep(None, None, checkpoint=tmp_path / name / "sweep", **options(space=None, optimizer=None))
+        spmd.sweep(
+            None, None, checkpoint=tmp_path / name / "sweep", **options(space=None, optimizer=None)
+        )
     assert f'"{tmp_path / name}"' in raised.value.fix
     assert not list(tmp_path.iterdir())
