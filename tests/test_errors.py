@@ -387,7 +387,7 @@ def test_mesh_axis_that_nothing_uses(golden):
 
 
 @pytest.mark.sampled(quick=3)
-@pytest.mark.parametrize("layout", ["zero1", "parameter_server", "diloco"])
+@pytest.mark.parametrize("layout", ["fsdp", "zero1", "parameter_server", "diloco"])
 def test_no_layout_may_leave_an_axis_unused(layout):
     assert 'fix: mesh="data=8"; or' in error_text(errors.LayoutError, fit, layout=layout, mesh=BOTH)
     fits(layout=layout, mesh="data=8")

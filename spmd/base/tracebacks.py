@@ -114,7 +114,10 @@ def trim(error: SpmdError) -> types.TracebackType | None:
     removed.
     """
     for cause in _causes(error):
-        cause.__traceback__ = _users(cause.__traceback__) or cause.__traceback__
+        users_frames = _users(cause.__traceback__)
+        # An error of others without a frame of the user's is a fault of ours: it stays as it is.
+        if users_frames is not None or isinstance(cause, SpmdError):
+            cause.__traceback__ = users_frames
     # JAX adds a note that says how to see its own frames, which are removed here.
     notes = getattr(error, "__notes__", None)
     if notes:

@@ -11,7 +11,14 @@ import optax
 import pytest
 
 import spmd
-from spmd.errors import CallbackError, LayoutError, LossError, OptionError
+from spmd.errors import (
+    CallbackError,
+    CheckpointError,
+    DataError,
+    LayoutError,
+    LossError,
+    OptionError,
+)
 
 DATA = {"x": np.ones((32, 4), np.float32), "y": np.zeros((32, 2), np.float32)}
 
@@ -69,6 +76,28 @@ def test_cause_ends_at_the_users_line():
         and frames(error.__cause__) == ["apply"]
     )
     assert not [note for note in getattr(error, "__notes__", []) if "JAX" in note]
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [(CheckpointError, "folder"), (CallbackError, "callback"), (DataError, "evaluation")],
+    ids=["folder", "callback", "evaluation"],
+)
+def test_error_of_a_context_manager_shows_no_frame_of_it(kind, case, tmp_path):
+    """Of `wrap_os_errors`, `raise_callback_errors` and `explain` of evaluations: neither theirs nor
+    those of contextlib, in the printed traceback with its causes.
+    """
+    (tmp_path / "file").write_text("")
+    other = {"x": np.ones((32, 5), np.float32), "y": DATA["y"]}
+    options = {
+        "folder": {"checkpoint": tmp_path / "file" / "run"},
+        "callback": {"callbacks": [mine]},
+        "evaluation": {"eval_data": other},
+    }
+    error = raised(kind, **options[case])
+    assert frames(error) == ["raised", "train"]
+    printed = "".join(traceback.format_exception(error))
+    assert "contextlib.py" not in printed and "<string>" not in printed, printed
 
 
 def test_all_frames_on_request(monkeypatch):

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import types
@@ -39,6 +40,8 @@ def test_demo_learns_and_leaves_its_results(tmp_path):
     assert "dense/kernel" in done.stdout and "mesh data=4, model=2: 4 workers" in done.stdout
     assert "step 180: eval_loss" in done.stderr  # progress, although this is not a terminal
     assert "test accuracy 0.9" in done.stdout
+    counts = re.findall(r"^.*[0-9] parameters.*$", f"{done.stdout}\n{done.stderr}", re.MULTILINE)
+    assert len(counts) == 1, counts  # in the summary, or by `fit`
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "samples/s, training" in (folder / "report.html").read_text(encoding="utf-8")
     assert "step 180" in (folder / "report.html").read_text(encoding="utf-8")

@@ -481,6 +481,8 @@ def test_all_that_is_wrong_with_a_target_at_once(tmp_path, monkeypatch):
         "  [spread] matmull",
         "      unknown key.",
         '      fix: did you mean "matmul"?',
+        "",
+        f"    fix: write it as those that are shipped, such as {next(iter(shipped().values()))}.",
     ]
 
 

@@ -140,7 +140,8 @@ def test_arrays_that_a_bound_module_lacks_are_a_table():
         "  params/Dense_1/bias\n      given nothing, the module makes float32[8]\n\n"
         "  params/Dense_1/kernel\n      given float32[8, 5], the module makes float32[4, 8]\n\n"
         "  batch_stats/BatchNorm_0/mean\n      given nothing, the module makes float32[8]\n\n"
-        "  batch_stats/BatchNorm_0/var\n      given nothing, the module makes float32[8]"
+        "  batch_stats/BatchNorm_0/var\n      given nothing, the module makes float32[8]\n\n"
+        "    fix: arrays of the shapes that it makes."
     )
 
 
