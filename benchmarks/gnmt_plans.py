@@ -300,7 +300,7 @@ The published model has 160.6 million parameters; the logs count 160,671,360, wi
 each loop and padding. Its planned step differs from a measured one in this:
 
 - The measured loops are cuDNN's. The planned ones are XLA's: 8 kernels in each time step of a layer
-  and 7 in its backward pass, 4 us to launch each, and what one kernel leaves to the next is priced
+  and 6 in its backward pass, 4 us to launch each, and what one kernel leaves to the next is priced
   at the memory's bandwidth, though 128 rows of it fit into the A100's cache of 40 MB.
 - DeepLearningExamples is PyTorch without a compiler, which launches its other kernels one by one,
   keeps several arrays [rows, target, source, 1,024] in additive attention, and waits for each loss.
