@@ -87,7 +87,7 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
     def loop_over_time(*arguments: Any) -> list[Any]:
         constants, carried, xs = scan.split(arguments)
         if parts is None:
-            run_loop = functools.partial(_run_whole_steps, equation, constants)
+            run_loop = functools.partial(_run_unsplit_steps, equation, constants)
         else:
             run_loop = functools.partial(_run_split_steps, equation, parts, constants)
         if chunk is not None and chunk < scan.length:
@@ -142,7 +142,7 @@ def _run_in_chunks(
     return carried, [jnp.concatenate(pair) for pair in pairs]
 
 
-def _run_whole_steps(
+def _run_unsplit_steps(
     equation: Any, constants: list[Any], length: int, carried: list[Any], xs: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Return what a scan of `length` steps carries after the last one, and its outputs."""
@@ -165,16 +165,15 @@ def _run_split_steps(
     carried: list[Any],
     xs: list[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Return what `_run_whole_steps` returns, with less in the loop."""
+    """Return what `_run_unsplit_steps` returns, with less in the loop."""
     consts = getattr(scan_of(equation).program, "consts", ())
     fixed = [carried[place] for place in parts.fixed]
-    params = equation.params
     # `lax.scan` takes numbers, too
+    reverse = bool(equation.params["reverse"])
     # XLA:CPU (jax 0.10) would copy a buffer of all steps in each step.
     on_cpu = (current().platform or jax.default_backend()).startswith("cpu")
-    loop = _Loop(
-        parts, length, bool(params["reverse"]), params["unroll"], totals_in_place=not on_cpu
-    )
+    unroll = equation.params["unroll"]
+    loop = _Loop(parts, length, reverse, unroll, totals_in_place=not on_cpu)
     before = jaxpr_as_fun(ClosedJaxpr(parts.before, []))
     shared = [*consts, *constants, *fixed]
     computed = jax.vmap(
