@@ -181,15 +181,15 @@ class Recurrence:
     `implementation` is "hoisted": what does not depend on the step before is computed for all time
     steps at once, before the loop, such as a cell's product with its input; the gradients of
     recurrent weights are one product over all steps, after the loop of the backward pass. This
-    applies to every recurrence of the model, including those of `nnx.RNN`, `linen.RNN` and
-    `jax.lax.scan`. "auto": it applies to `spmd.nn.RNNStack` and `spmd.nn.Bidirectional` alone.
-    "as_written": it applies to none.
+    applies to every loop that multiplies what it carries by a weight, including those of `nnx.RNN`,
+    `linen.RNN` and `jax.lax.scan`. "auto": it applies to `spmd.nn.RNNStack` and
+    `spmd.nn.Bidirectional` alone. "as_written": it applies to none.
 
     Args:
       implementation: see above.
-      time_chunk: the number of time steps that the backward pass computes again at once, of the
-        same loops; between the two passes only what a loop carries from chunk to chunk is kept, and
-        its inputs. None: nothing is computed again, and all steps keep what their gradients need.
+      time_chunk: at most how many time steps the backward pass of these loops recomputes at once;
+        of the forward pass only the carry at the boundaries of chunks is kept, and the inputs.
+        None: nothing is recomputed, and all steps keep what their gradients need.
 
     Example:
       >>> Layout(recurrence=Recurrence("hoisted", time_chunk=64)).recurrence.implementation

@@ -29,7 +29,6 @@ ATTENTIONS = (
 )
 # In `ParallelConfig.used`: attention that has a first derivative only.
 FUSED = "fused attention"
-RECURRENCE = "a loop over time"
 # In `ParallelConfig.used`: attention that no kernel takes.
 STORED = "stored scores"
 # in `ParallelConfig.used`: tokens are routed in groups, wherever the experts are
@@ -64,6 +63,7 @@ class ParallelConfig:
       calls: functions in place of those of JAX and flax (`spmd.nn.model_calls`).
       used: what the modules have used, for the step to check: "pipeline", its "microbatches" and
         "time_chunk", "sequence", "experts".
+      loop_lengths: the steps of each loop over time that is computed in parts.
       schedules: the schedule of every stack that was called, by a name for each.
       notes: lines on what modules have chosen, to be shown before a run, as keys.
     """
@@ -85,6 +85,7 @@ class ParallelConfig:
     tap: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     calls: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict, compare=False)
     used: set[str] = dataclasses.field(default_factory=set, compare=False)
+    loop_lengths: set[int] = dataclasses.field(default_factory=set, compare=False)
     schedules: dict[str, Schedule] = dataclasses.field(default_factory=dict, compare=False)
     notes: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -125,24 +126,49 @@ class ParallelConfig:
                 why, fix=f"a model with {ATTENTIONS}; or a layout without [attention]."
             )
 
-        if RECURRENCE in self.used:
-            return
-        if self.recurrence.implementation == "hoisted":
+        self._check_loops(source)
+
+    def _check_loops(self, source: str) -> None:
+        """Check that `[recurrence]` applies to a loop over time.
+
+        Raises:
+          LayoutError: it does not.
+        """
+        if not self.loop_lengths and self.recurrence.implementation == "hoisted":
             raise LayoutError(
                 f'{source}: [recurrence] implementation = "hoisted", but the loss has no loop over '
-                "time with a product of a weight and what it carries. Products inside of a cell's "
-                "jax.checkpoint, of jax.shard_map, or with a gradient of their own, as those of "
-                "[[precision]], do not count.",
-                fix="nnx.RNN, linen.RNN or jax.lax.scan in the model; or a layout without "
-                "[recurrence].",
-            )
-        if self.recurrence.time_chunk is not None:
-            raise LayoutError(
-                f"{source}: [recurrence] time_chunk = {self.recurrence.time_chunk}, but the loss "
-                "calls no spmd.nn.RNNStack and no spmd.nn.Bidirectional, to which it applies.",
-                fix='implementation = "hoisted", for the loops of other models; or a layout '
+                "time with a product of a weight and what it carries. Convolutions do not count, "
+                "nor products inside of a cell's jax.checkpoint, of jax.shard_map, or with a "
+                "gradient of their own, as those of [[precision]].",
+                fix="a recurrent layer in the model, such as nnx.RNN or linen.RNN; or a layout "
                 "without [recurrence].",
             )
+        chunk = self.recurrence.time_chunk
+        if chunk is None:
+            return
+        if not self.loop_lengths:
+            raise LayoutError(
+                f"{source}: [recurrence] time_chunk = {chunk}, but the loss calls no "
+                "spmd.nn.RNNStack and no spmd.nn.Bidirectional, to which it applies.",
+                fix='a layout without it; or implementation = "hoisted", if the model has '
+                "recurrent layers of flax or its own.",
+            )
+        longest = max(self.loop_lengths)
+        if chunk < longest:
+            return
+        where = ""
+        if self.stages > 1:
+            where = " ([pipeline] divides time into chunks of its own)"
+        steps = "1 step"
+        fix = "leave it out."
+        if longest > 1:
+            steps = f"{longest} steps"
+            fix = f"at most {longest // 2}, or leave it out."
+        raise LayoutError(
+            f"{source}: [recurrence] time_chunk = {chunk}, but the longest loop over time to which "
+            f"it applies has {steps}{where}.",
+            fix=fix,
+        )
 
     def axis_size(self, axis: str | None) -> int:
         """Return the number of devices along a mesh axis; 1 for None."""

@@ -254,7 +254,15 @@ def _has_own_gradient(equation: Any) -> bool:
 
 
 def _is_movable(equation: Any) -> bool:
-    return _kinds(equation).issubset(MOVABLE)
+    return not _convolves(equation) and _kinds(equation).issubset(MOVABLE)
+
+
+def _convolves(equation: Any) -> bool:
+    """Return whether an equation convolves. For the convolution of all steps JAX merges the dims of
+    time and rows, in which workers cannot find the rows, so convolutions stay.
+    """
+    inner = [x for jaxpr in inner_jaxprs(equation) for x in equations(jaxpr)]
+    return any(x.primitive.name == "conv_general_dilated" for x in [equation, *inner])
 
 
 def _is_cheap(equation: Any) -> bool:
@@ -321,7 +329,8 @@ def _weights(
     known_constants = set(constants)
     for number, equation in enumerate(loop):
         name = equation.primitive.name
-        is_product = known(name).kind is Kind.PRODUCT and known(name).bilinear
+        is_bilinear = known(name).kind is Kind.PRODUCT and known(name).bilinear
+        is_product = is_bilinear and not _convolves(equation)
         if not is_product and name not in SUMS and name != "broadcast_in_dim":
             continue
         size = equation.outvars[0].aval.size
@@ -455,9 +464,4 @@ def _summed_dims(equation: Any) -> dict[int, tuple[int, int]]:
         (left, right), _ = equation.params["dimension_numbers"]
         if len(left) == 1:
             return {0: (left[0], right[0]), 1: (right[0], left[0])}
-    if name == "conv_general_dilated":
-        params = equation.params
-        if params["feature_group_count"] == params["batch_group_count"] == 1:
-            numbers = params["dimension_numbers"]
-            return {0: (numbers.lhs_spec[1], numbers.rhs_spec[1])}
     return {}

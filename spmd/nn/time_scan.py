@@ -25,7 +25,7 @@ from spmd.base.xla import in_scope, varying_alike
 from spmd.jaxpr.inner_programs import scan_of
 from spmd.jaxpr.programs import evaluated, variables
 from spmd.nn.gathered_scan import complete, differentiable
-from spmd.nn.parallel_context import RECURRENCE, current
+from spmd.nn.parallel_context import current
 from spmd.nn.step_parts import StepParts, split_step, values_of
 
 # the scope of a loop that is hoisted already
@@ -73,26 +73,27 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
     chunk = parallel.recurrence.time_chunk
     if recurrences_only and (parts is None or not parts.is_recurrence):
         return equation
-    if parts is None and chunk is None:
+    parallel.loop_lengths.add(scan.length)
+    is_chunked = chunk is not None and chunk < scan.length
+    if parts is None and not is_chunked:
         return equation
-    parallel.used.add(RECURRENCE)
     if parts is not None and parts.stuck:
         why = (
             f"note: a loop over {scan.length} steps computes {', '.join(parts.stuck)} in each "
             "step, though that does not depend on the step before: it draws random numbers, has a "
-            "gradient of its own, runs a program, or takes much more memory for all steps at once."
+            "gradient of its own, runs a program, is a convolution, or takes much more memory for "
+            "all steps at once."
         )
         parallel.notes[why] = None
 
     def loop_over_time(*arguments: Any) -> list[Any]:
-        constants, carried, xs = scan.split(arguments)
         if parts is None:
-            run_loop = functools.partial(_run_unsplit_steps, equation, constants)
+            run_loop = functools.partial(_run_unsplit_steps, equation)
         else:
-            run_loop = functools.partial(_run_split_steps, equation, parts, constants)
-        if chunk is not None and chunk < scan.length:
+            run_loop = functools.partial(_run_split_steps, equation, parts)
+        if is_chunked:
             run_loop = functools.partial(_run_in_chunks, equation, chunk, run_loop)
-        carried, outputs = run_loop(scan.length, carried, xs)
+        carried, outputs = run_loop(scan.length, *scan.split(arguments))
         return [*carried, *outputs]
 
     [call] = jax.make_jaxpr(jax.jit(loop_over_time))(*(x.aval for x in equation.invars)).eqns
@@ -105,45 +106,68 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
 def _run_in_chunks(
     equation: Any,
     chunk: int,
-    run_loop: Callable[[int, list[Any], list[Any]], tuple[list[Any], list[Any]]],
+    run_loop: Callable[..., tuple[list[Any], list[Any]]],
     length: int,
+    constants: list[Any],
     carried: list[Any],
     xs: list[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Return what `run_loop` returns, computed chunk by chunk, and again in the backward pass; the
-    last steps in time are a chunk of their own if they are fewer.
+    """Return what `run_loop` returns, computed in chunks of at most `chunk` steps, and again in the
+    backward pass. Chunks are as equal as they can be; the last one in time may have fewer steps.
     """
     reverse = bool(equation.params["reverse"])
-    count, left_over = divmod(length, chunk)
-    end = count * chunk
+    size = -(-length // -(-length // chunk))
+    count, remainder = divmod(length, size)
+    end = count * size
+    # JAX adds up the gradients of all chunks in the dtype of the constants.
+    wide = [_in_float32(x) for x in constants]
 
-    def run_chunks(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+    def run_chunk(
+        steps: int, wide: list[Any], carried: list[Any], xs: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        narrow = list(wide)
+        for place, constant in enumerate(constants):
+            if wide[place].dtype != constant.dtype:
+                narrow[place] = wide[place].astype(constant.dtype)
+        return run_loop(steps, narrow, carried, xs)
+
+    def run_equal_chunks(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         # A loop over several chunks keeps XLA from merging the two computations; one over a single
         # chunk is inlined.
-        again = jax.checkpoint(functools.partial(run_loop, chunk), prevent_cse=count == 1)
-        by_chunk = [x.reshape(count, chunk, *x.shape[1:]) for x in xs]
-        carried, outputs = lax.scan(again, carried, by_chunk, length=count, reverse=reverse)
+        recomputed = jax.checkpoint(functools.partial(run_chunk, size), prevent_cse=count == 1)
+        by_chunk = [x.reshape(count, size, *x.shape[1:]) for x in xs]
+        carried, outputs = lax.scan(
+            functools.partial(recomputed, wide), carried, by_chunk, length=count, reverse=reverse
+        )
         return carried, [y.reshape(end, *y.shape[2:]) for y in outputs]
 
-    def run_last(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        return jax.checkpoint(functools.partial(run_loop, left_over))(carried, xs)
+    def run_remainder(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        recomputed = jax.checkpoint(functools.partial(run_chunk, remainder))
+        return recomputed(wide, carried, xs)
 
-    if not left_over:
-        return run_chunks(carried, xs)
-    most = [x[:end] for x in xs]
-    last = [x[end:] for x in xs]
+    if not remainder:
+        return run_equal_chunks(carried, xs)
+    first_steps = [x[:end] for x in xs]
+    last_steps = [x[end:] for x in xs]
     if reverse:
-        carried, last_outputs = run_last(carried, last)
-        carried, outputs = run_chunks(carried, most)
+        carried, last_outputs = run_remainder(carried, last_steps)
+        carried, outputs = run_equal_chunks(carried, first_steps)
     else:
-        carried, outputs = run_chunks(carried, most)
-        carried, last_outputs = run_last(carried, last)
+        carried, outputs = run_equal_chunks(carried, first_steps)
+        carried, last_outputs = run_remainder(carried, last_steps)
     pairs = zip(outputs, last_outputs, strict=True)
     return carried, [jnp.concatenate(pair) for pair in pairs]
 
 
+def _in_float32(x: Any) -> Any:
+    """Return floats of fewer than 32 bits in float32, and all else as it is."""
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32:
+        return x.astype(jnp.float32)
+    return x
+
+
 def _run_unsplit_steps(
-    equation: Any, constants: list[Any], length: int, carried: list[Any], xs: list[Any]
+    equation: Any, length: int, constants: list[Any], carried: list[Any], xs: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Return what a scan of `length` steps carries after the last one, and its outputs."""
     scan = scan_of(equation)
@@ -160,8 +184,8 @@ def _run_unsplit_steps(
 def _run_split_steps(
     equation: Any,
     parts: StepParts,
-    constants: list[Any],
     length: int,
+    constants: list[Any],
     carried: list[Any],
     xs: list[Any],
 ) -> tuple[list[Any], list[Any]]:

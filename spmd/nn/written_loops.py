@@ -37,7 +37,11 @@ def hoist_loops(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call_rewritten(*args: Any) -> Any:
-        if current().recurrence.implementation != "hoisted":
+        recurrence = current().recurrence
+        if recurrence.implementation == "auto" and recurrence.time_chunk is not None:
+            why = '"auto" applies to spmd.nn.RNNStack and spmd.nn.Bidirectional'
+            _note_loops(jax.make_jaxpr(function)(*args).jaxpr, why)
+        if recurrence.implementation != "hoisted":
             return function(*args)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         program = jaxpr_as_fun(closed.replace(jaxpr=_with_hoisted_loops(closed.jaxpr)))
@@ -63,29 +67,31 @@ def _with_less(equation: Any) -> Any:
     loop = hoisted(equation, recurrences_only=True)
     if loop is not equation:
         return loop
+    if equation.primitive.name == "scan" and current().recurrence.time_chunk is not None:
+        length = scan_of(equation).length
+        why = "it has no product of a weight and what it carries"
+        note = f"note: a loop over {length} steps is not computed again in chunks of time: {why}."
+        current().notes[note] = None
     # A function with a gradient of its own is differentiated by that, not by its program; and the
     # axes of a region of shards have no names here.
     if equation.primitive.name.startswith(("custom_vjp", "shard_map")):
+        why = "it is inside of a function with a gradient of its own, or of jax.shard_map"
         for jaxpr in inner_jaxprs(equation):
-            _note_loops(jaxpr)
+            _note_loops(jaxpr, why)
         return equation
     return with_programs(equation, lambda _, program: _with_hoisted_loops(opened(program)))
 
 
-def _note_loops(jaxpr: Any) -> None:
+def _note_loops(jaxpr: Any, why: str) -> None:
     """Note the loops over time in a jaxpr that is left as it is."""
     for equation in jaxpr.eqns:
         if HOISTED in scope_of(equation):
             continue
         for inner in inner_jaxprs(equation):
-            _note_loops(inner)
+            _note_loops(inner, why)
         if equation.primitive.name != "scan":
             continue
         scan = scan_of(equation)
         parts = split_step(scan)
         if parts is not None and parts.is_recurrence:
-            why = (
-                f"note: a loop over {scan.length} steps is not hoisted: it is inside of a function "
-                "with a gradient of its own, or of jax.shard_map."
-            )
-            current().notes[why] = None
+            current().notes[f"note: a loop over {scan.length} steps is not hoisted: {why}."] = None

@@ -13,7 +13,6 @@ from spmd.layout.compiler import GPU, UNROLLING, XLA_NAMES
 from spmd.layout.remat import Remat
 from spmd.layout.schema import Default, Layout
 from spmd.mesh import MeshSpec
-from spmd.nn.parallel_context import RECURRENCE
 from spmd.nn.schedule import MICROBATCHES
 from spmd.planner.candidates import microbatches, remat_level, remats
 from spmd.planner.cluster import LARGEST
@@ -25,7 +24,8 @@ from spmd.planner.plan_data import EXPOSED, RECOMPUTATION, PlanData, StepCost
 
 ANOTHER_BATCH = "another batch size: half as many updates for as many rows"
 SWITCHES = ("double_buffering", "pipelined_collectives")  # of which the opposite is tried
-# of `[recurrence] time_chunk`
+# The steps of `[recurrence] time_chunk` that are tried: products of several thousand rows, and less
+# memory.
 TIME_STEPS = (64, 16)
 LARGE = "256 MiB"  # up to which collectives are merged; XLA's own threshold is 30 MiB
 # as text, and the layout, mesh, cluster and number of microbatches that it changes
@@ -62,15 +62,13 @@ def fuse_attention(plan: PlanData) -> Edits:
 
 
 def recompute_time(plan: PlanData) -> Edits:
-    """Yield chunks of time that are computed again in the backward pass, where a loop over time
-    keeps more.
-    """
+    """Yield fewer steps of loops over time to be kept at once, where there are more."""
     recurrence = plan.layout.recurrence
-    is_used = RECURRENCE in plan.program.placed.parallel.used
-    if not is_used or recurrence.implementation == "as_written":
+    lengths = plan.program.placed.parallel.loop_lengths
+    if not lengths or recurrence.implementation == "as_written":
         return
     for steps in TIME_STEPS:
-        if recurrence.time_chunk is None or steps < recurrence.time_chunk:
+        if steps < min(max(lengths), recurrence.time_chunk or max(lengths)):
             less = dataclasses.replace(recurrence, time_chunk=steps)
             layout = dataclasses.replace(plan.layout, recurrence=less)
             yield f"[recurrence] time_chunk = {steps}", {"layout": layout}

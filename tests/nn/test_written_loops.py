@@ -4,6 +4,7 @@ loop of Flax and optax does, with less in their loops.
 
 import dataclasses
 import functools
+import re
 
 import flax
 import jax
@@ -94,10 +95,12 @@ def loss(model, batch):
     return ((model(batch["x"], batch["lengths"]) - batch["y"]) ** 2).mean()
 
 
-def trainer_of(
-    model, implementation, layout="data_parallel", mesh="data=8", time_chunk: int | None = None
-):
+def trainer_of(model, implementation, layout="data_parallel", mesh="data=8", time_chunk=None):
+    """A trainer. With a `time_chunk`, all steps are one chunk of a wavefront."""
     layout = spmd.Layout.load(layout)
+    if layout.pipeline.axis is not None and time_chunk is not None:
+        pipeline = dataclasses.replace(layout.pipeline, time_chunk=TIME)
+        layout = dataclasses.replace(layout, pipeline=pipeline)
     recurrence = spmd.Recurrence(implementation, time_chunk)
     return spmd.Trainer(
         model,
@@ -223,7 +226,7 @@ def test_stacks_have_all_implementations():
     ("layout", "mesh"), [("data_parallel", {"data": 8}), ("pipeline", {"data": 4, "stage": 2})]
 )
 def test_stacks_in_chunks_of_time(layout, mesh):
-    """On one device after the other, and in a wavefront, whose chunks have more steps."""
+    """One layer after the other, and in a wavefront, whose chunks have more steps."""
     trainer = trainer_of(Stacked(), "auto", layout, mesh, time_chunk=2)
     before, after = trained(trainer)
     assert_close(nested(after), plainly_trained(PlainStack(), before), 1e-6)
@@ -269,6 +272,83 @@ def test_model_without_a_loop_over_time():
     why = "time_chunk = 2, but the loss calls no spmd.nn.RNNStack"
     with pytest.raises(LayoutError, match=why):
         trainer_of(OwnLoop(), "auto", time_chunk=2).prepare(batch())
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 4, "stage": 2}])
+def test_chunk_that_is_no_smaller_than_a_loop(mesh):
+    """A wavefront divides time first; both fixes are tried."""
+    layout = "pipeline" if "stage" in mesh else "data_parallel"
+    with pytest.raises(LayoutError, match="the longest loop over time to which") as raised:
+        trainer_of(Stacked(), "auto", layout, mesh, time_chunk=5).prepare(batch())
+    most = int(re.match(r"at most (\d+), or leave it out.", raised.value.fix)[1])
+    trainer_of(Stacked(), "auto", layout, mesh, time_chunk=most).prepare(batch())
+
+
+def test_loops_that_are_not_computed_again_are_noted():
+    class Mixed(OwnLoop):
+        """Another loop, without a weight, and one of flax."""
+
+        def __init__(self):
+            super().__init__()
+            self.rnn = nnx.RNN(nnx.GRUCell(OUT, OUT, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+            cells = [nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(0))]
+            self.stack = spmd.nn.RNNStack(cells)
+
+        def __call__(self, x, lengths):
+            def step(h, x):
+                h = 0.9 * h + 0.1 * x
+                return h, h
+
+            x = self.stack(x)
+            _, x = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.swapaxes(x, 0, 1))
+            return self.rnn(super().__call__(jnp.swapaxes(x, 0, 1), lengths))
+
+    notes = {}
+    for implementation in ("auto", "hoisted"):
+        trainer = trainer_of(Mixed(), implementation, time_chunk=2)
+        trainer.prepare(batch())
+        notes[implementation] = [note for note in trainer.notes() if "note: a loop over" in note]
+    applies = 'it is not hoisted: "auto" applies to spmd.nn.RNNStack and spmd.nn.Bidirectional.'
+    assert notes["auto"] == [f"note: a loop over 5 steps {applies.removeprefix('it ')}"]
+    no_product = "is not computed again in chunks of time: it has no product of a weight and what"
+    assert any(f"a loop over 5 steps {no_product}" in note for note in notes["hoisted"])
+
+
+class ConvolutionalCell(nnx.RNNCellBase):
+    def __init__(self):
+        self.conv = nnx.Conv(2, 2, (3,), rngs=nnx.Rngs(0))
+
+    def __call__(self, carry, x):
+        carry = jnp.tanh(self.conv(carry + x))
+        return carry, carry
+
+    def initialize_carry(self, shape, rngs):
+        return jnp.zeros(shape)
+
+    @property
+    def num_feature_axes(self):
+        return 2
+
+
+def test_rows_of_convolutional_cells_stay_on_their_workers():
+    class Convolutional(nnx.Module):
+        def __init__(self):
+            self.stack = spmd.nn.RNNStack([ConvolutionalCell()])
+            self.head = nnx.Linear(WIDTH, OUT, rngs=nnx.Rngs(5))
+
+        def __call__(self, x, lengths):
+            y = self.stack(x.reshape(*x.shape[:2], WIDTH // 2, 2))
+            return self.head(y.reshape(*x.shape[:2], WIDTH))
+
+    class Plain(Convolutional):
+        def __call__(self, x, lengths):
+            cell = jax.tree.map(lambda leaf: leaf[0], self.stack.cells)
+            images = jnp.swapaxes(x.reshape(*x.shape[:2], WIDTH // 2, 2), 0, 1)
+            _, y = jax.lax.scan(cell, jnp.zeros_like(images[0]), images)
+            return self.head(jnp.swapaxes(y, 0, 1).reshape(*x.shape[:2], WIDTH))
+
+    before, after = trained(trainer_of(Convolutional(), "auto"))
+    assert_close(nested(after), plainly_trained(Plain(), before), 1e-6)
 
 
 def test_loop_on_shards_of_the_model_stays():

@@ -10,14 +10,20 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import spmd
 from spmd.errors import CompileError, OptionError
 from spmd.planner import notes, plan_data
 from spmd.planner.compile import PLUGIN, Compiled
-from spmd.planner.known_changes import ANOTHER_BATCH, fuse_attention, layout_difference
+from spmd.planner.known_changes import (
+    ANOTHER_BATCH,
+    fuse_attention,
+    layout_difference,
+    recompute_time,
+)
 from spmd.planner.model_flops import LargeProducts
-from spmd.planner.suggestions import COMPILES
+from spmd.planner.suggestions import COMPILES, plan_with
 from tests.planner.test_planned_fixes import WIDTH, Net, fsdp, loss
 from tests.planner.test_text_report import CASES, KEPT, make_plan
 
@@ -264,6 +270,30 @@ def attention_plan(width, length, rows, target, **options):
         "optimizer": optax.sgd(0.1),
     }
     return spmd.plan(model, batch, target=target, **options)
+
+
+@pytest.mark.system
+def test_chunks_of_time_are_tried_where_loops_have_more_steps():
+    """And take less memory."""
+
+    def recurrent_plan(steps):
+        batch = {"x": jax.ShapeDtypeStruct((64, steps, 32), "float32")}
+        return spmd.plan(
+            lambda: spmd.nn.RNNStack([nnx.GRUCell(32, 32, rngs=nnx.Rngs(0))]),
+            batch,
+            loss=lambda model, batch: (model(batch["x"]) ** 2).mean((1, 2)),
+            optimizer=optax.sgd(0.1),
+            layout="data_parallel",
+            target=CASES["fsdp_on_too_small"]["target"],
+        )
+
+    plan = recurrent_plan(256)
+    [sixty_four, sixteen] = [changes for _, changes in recompute_time(plan)]
+    assert sixty_four["layout"].recurrence.time_chunk == 64
+    assert plan_with(plan, sixteen).memory.peak < 0.7 * plan.memory.peak
+    assert [name for name, _ in recompute_time(plan_with(plan, sixteen))] == []
+    names = [name for name, _ in recompute_time(recurrent_plan(32))]
+    assert names == ["[recurrence] time_chunk = 16"]
 
 
 @pytest.mark.system

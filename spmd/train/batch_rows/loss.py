@@ -101,7 +101,9 @@ def read_objective(
 
     def compute_loss(variables: Variables, batch: Tree, key: Any) -> Any:
         variables = cast_variables(variables, dtype)
-        scope = dataclasses.replace(UNSHARDED, used=set(), schedules={}, reading=(WORKERS,))
+        scope = dataclasses.replace(
+            UNSHARDED, used=set(), loop_lengths=set(), schedules={}, reading=(WORKERS,)
+        )
         with parallel_scope(scope):
             model_call = Call(
                 True,
