@@ -5,7 +5,8 @@ JAX, and torch, all with the same weights.
     python benchmarks/recurrent.py
 
 The arms take turns in one process. Before they are timed, all gradients of each are compared with
-those of `nnx.RNN`. The last table has the products of one step, by XLA and by torch.
+those of `nnx.RNN`. On a CPU torch's LSTM is one call of oneDNN for each layer and pass; one arm is
+torch without it, whose loop is made of products, as XLA's is.
 """
 
 import argparse
@@ -124,7 +125,9 @@ def of_keras(layers: Layers, x: np.ndarray) -> tuple[Callable[[], Any], Callable
     return run, gradients
 
 
-def of_torch(layers: Layers, x: np.ndarray) -> tuple[Callable[[], Any], Callable[[], Gradients]]:
+def of_torch(
+    layers: Layers, x: np.ndarray, *, onednn: bool
+) -> tuple[Callable[[], Any], Callable[[], Gradients]]:
     width, depth = x.shape[-1], len(layers.layers)
     model = torch.nn.LSTM(width, width, depth, batch_first=True)
     with torch.no_grad():
@@ -142,8 +145,9 @@ def of_torch(layers: Layers, x: np.ndarray) -> tuple[Callable[[], Any], Callable
     params = dict(model.named_parameters())
 
     def run() -> Any:
-        loss = model(inputs)[0].square().mean()
-        return torch.autograd.grad(loss, [inputs, *params.values()])
+        with torch.backends.mkldnn.flags(enabled=onednn):
+            loss = model(inputs)[0].square().mean()
+            return torch.autograd.grad(loss, [inputs, *params.values()])
 
     def gradients() -> Gradients:
         of_x, *of_params = run()
@@ -176,7 +180,8 @@ def measured(case: tuple[int, int, int, int], rounds: int) -> dict[str, list[flo
         "nnx.RNN": of_flax(layers, x),
         "spmd.nn.RNNStack": of_flax(Stack(layers), x),
         "Keras on JAX": of_keras(layers, x),
-        "torch.nn.LSTM": of_torch(layers, x),
+        "torch.nn.LSTM (oneDNN)": of_torch(layers, x, onednn=True),
+        "torch.nn.LSTM without oneDNN": of_torch(layers, x, onednn=False),
     }
     expected = arms["nnx.RNN"][1]()
     for name, (_, gradients) in arms.items():
@@ -191,41 +196,6 @@ def measured(case: tuple[int, int, int, int], rounds: int) -> dict[str, list[flo
             run()
             seconds[name].append(time.perf_counter() - began)
     return seconds
-
-
-def step_products(case: tuple[int, int, int, int], rounds: int) -> list[str]:
-    """Milliseconds of the two products of one step of a layer, `h @ w` and `d @ w.T`."""
-    _, width, _, rows = case
-    rng = np.random.default_rng(0)
-    w = rng.normal(size=(width, 4 * width)).astype(np.float32)
-    lines = []
-    for name, columns in (("h @ w", width), ("d @ w.T", 4 * width)):
-        left = rng.normal(size=(rows, columns)).astype(np.float32)
-        right = w if columns == width else w.T
-        arrays = jnp.asarray(left), jnp.asarray(w)
-        tensors = torch.from_numpy(left), torch.from_numpy(w)
-        multiply = jax.jit(jnp.matmul)
-        if right is not w:
-            multiply = jax.jit(lambda x, y: x @ y.T)
-            tensors = tensors[0], tensors[1].T
-        calls: dict[str, Callable[[], Any]] = {
-            "XLA": lambda multiply=multiply, arrays=arrays: jax.block_until_ready(
-                multiply(*arrays)
-            ),
-            "torch": lambda tensors=tensors: torch.matmul(*tensors),
-        }
-        seconds: dict[str, list[float]] = {arm: [] for arm in calls}
-        for _ in range(10 * rounds):
-            for arm, call in calls.items():
-                began = time.perf_counter()
-                call()
-                seconds[arm].append(time.perf_counter() - began)
-        xla, other = (1e3 * statistics.median(seconds[arm]) for arm in ("XLA", "torch"))
-        lines.append(
-            f"| {name}, {rows} rows, w {width} x {4 * width} | {xla:.2f} | {other:.2f} | "
-            f"{xla / other:.2f} |"
-        )
-    return lines
 
 
 def rows_of(case: tuple[int, int, int, int], seconds: dict[str, list[float]]) -> list[str]:
@@ -258,11 +228,6 @@ def main() -> None:
     ]
     for case in CASES:
         more = rows_of(case, measured(case, options.rounds))
-        print("\n".join(more), flush=True)
-        lines += more
-    lines += ["", "| product | XLA, ms | torch, ms | XLA / torch |", "|---|--:|--:|--:|"]
-    for case in CASES:
-        more = step_products(case, options.rounds)
         print("\n".join(more), flush=True)
         lines += more
     reported.write("recurrent", [*head, *lines])

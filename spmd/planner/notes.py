@@ -20,7 +20,7 @@ from spmd.layout.resolve import num_shards
 from spmd.layout.summary import notes as layout_notes
 from spmd.mesh import MeshSpec
 from spmd.nn.attention_kernels import PREFERRED, may_replace
-from spmd.nn.parallel_context import STORED
+from spmd.nn.parallel_context import STORED, ParallelConfig
 from spmd.planner.cluster import Cluster
 from spmd.planner.compile import Compiled, widened_dtype
 from spmd.planner.cost import uncounted
@@ -80,6 +80,7 @@ def plan_notes(
     notes = [*layout_notes(placed.resolved)[1:], *exchange_notes(placed.exchange), *program.notes]
     notes += compiler_notes(placed.resolved.layout.compiler, placed.platform)
     notes += _traffic_notes(program, traffic)
+    notes += loop_notes(placed.parallel, placed.platform)
     notes += _pool_note(memory)
     notes += _retried(program, compiled)
     # XLA:CPU runs every collective synchronously
@@ -131,6 +132,18 @@ def _traffic_notes(program: TrainingProgram, traffic: Traffic) -> Iterator[str]:
             "traffic and time are those of such a step, "
             "in which all parameters are sent and received."
         )
+
+
+def loop_notes(parallel: ParallelConfig, platform: str) -> Iterator[str]:
+    """Note how a GPU computes loops over time, and why not in another way."""
+    if platform != "cuda" or not parallel.loop_lengths:
+        return
+    lengths = ", ".join(map(str, sorted(parallel.loop_lengths)))
+    yield (
+        f"note: loops over time of {lengths} steps compute before and after them what does not "
+        "depend on the step before ([recurrence] implementation). Each step launches several "
+        "kernels. cuDNN's LSTM is not used: JAX cannot trace it without a GPU, and it is float32."
+    )
 
 
 def _pool_note(memory: Memory) -> list[str]:

@@ -116,6 +116,13 @@ def no_products(params, h, x):
     return h, jnp.sin(h)
 
 
+def with_reset(params, h, x):
+    """Where the first feature is positive, a new sequence begins."""
+    h = jnp.where(x[:, :1] > 0, 0.0, h)
+    h = jnp.tanh(x @ params["of_x"] + h @ params["of_h"] + params["bias"])
+    return h, h
+
+
 CELLS = {
     "nnx.LSTMCell": lambda: nnx_cell(nnx.LSTMCell),
     "nnx.OptimizedLSTMCell": lambda: nnx_cell(nnx.OptimizedLSTMCell),
@@ -133,6 +140,7 @@ CELLS = {
     "carry by carry": lambda: own_cell(carry_by_carry, "of_x", "of_h"),
     "gradients of its own": lambda: own_cell(gradients_of_its_own, "of_x", "of_h"),
     "sums with constants": lambda: own_cell(sums_with_constants, "of_x", "of_h"),
+    "with reset": lambda: own_cell(with_reset, "of_x", "of_h"),
 }
 
 

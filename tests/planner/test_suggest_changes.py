@@ -14,6 +14,7 @@ from flax import nnx
 
 import spmd
 from spmd.errors import CompileError, OptionError
+from spmd.nn.parallel_context import ParallelConfig
 from spmd.planner import notes, plan_data
 from spmd.planner.compile import PLUGIN, Compiled
 from spmd.planner.known_changes import (
@@ -270,6 +271,13 @@ def attention_plan(width, length, rows, target, **options):
         "optimizer": optax.sgd(0.1),
     }
     return spmd.plan(model, batch, target=target, **options)
+
+
+def test_loops_over_time_are_noted_on_gpus():
+    loops = ParallelConfig(loop_lengths={512, 64})
+    [note] = notes.loop_notes(loops, "cuda")
+    assert note.startswith("note: loops over time of 64, 512 steps") and "cuDNN" in note
+    assert not [*notes.loop_notes(loops, "cpu"), *notes.loop_notes(ParallelConfig(), "cuda")]
 
 
 @pytest.mark.system
