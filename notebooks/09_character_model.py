@@ -147,8 +147,9 @@ class PlainModel(nnx.Module):
         self.layers = nnx.List([nnx.RNN(cell, rngs=rngs) for cell in cells])
 
     def __call__(self, tokens):
-        x = self.layers[0](self.embed(tokens))
-        for layer in self.layers[1:]:
+        first, *others = self.layers
+        x = first(self.embed(tokens))
+        for layer in others:
             x = x + layer(x)
         return self.head(x)
 

@@ -40,6 +40,8 @@ def begin_outputs(
     loggers = list(config.loggers)
     began_before = store is not None and (store.folder / "metrics.jsonl").exists()
     if store is not None:
+        # first: what a failed save has left may fill the disk
+        store.remove_leftovers()
         write_text(
             run_file(store.folder, "layout.toml"),
             chosen or trainer.layout.to_toml(),

@@ -45,7 +45,6 @@ class Loop:
         self._saver = Saver(control, self._metrics, self._evaluator)
         program.functions.say = parts.progress.say
         if parts.store is not None and jax.process_index() == 0:
-            parts.store.remove_leftovers()
             history.write_to(parts.store.folder, after=step)
             account.write_to(parts.store.folder)
 

@@ -274,7 +274,7 @@ def test_options_in_the_text_exist():
     }
     scripts = [
         path
-        for folder in ("examples", "benchmarks", "tests/distributed")
+        for folder in ("examples", "benchmarks", "tests/distributed", "tests/faults")
         for path in (ROOT / folder).rglob("*.py")
     ]
     texts = "".join(path.read_text(encoding="utf-8") for path in scripts)
