@@ -74,8 +74,9 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
     if recurrences_only and (parts is None or not parts.is_recurrence):
         return equation
     parallel.loop_lengths.add(scan.length)
-    is_chunked = chunk is not None and chunk < scan.length
-    if parts is None and not is_chunked:
+    if chunk is not None and chunk >= scan.length:
+        chunk = None
+    if parts is None and chunk is None:
         return equation
     if parts is not None and parts.stuck:
         why = (
@@ -91,7 +92,7 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
             run_loop = functools.partial(_run_unsplit_steps, equation)
         else:
             run_loop = functools.partial(_run_split_steps, equation, parts)
-        if is_chunked:
+        if chunk is not None:
             run_loop = functools.partial(_run_in_chunks, equation, chunk, run_loop)
         carried, outputs = run_loop(scan.length, *scan.split(arguments))
         return [*carried, *outputs]

@@ -223,14 +223,14 @@ def _daemon_executor() -> futures.ThreadPoolExecutor:
     return executor
 
 
-def check_name(folder: str | Path) -> None:
+def check_name(folder: Path) -> None:
     """Refuse a folder whose path is read as a pattern where Orbax looks for the arrays that it has
     just written: it finds none, without an error.
 
     Raises:
       CheckpointError: names the characters, and a path without them.
     """
-    check_characters(Path(folder).absolute(), PATTERN, "could not be read again")
+    check_characters(folder.absolute(), PATTERN, "could not be read again")
 
 
 class CheckpointStore(CheckpointReader):

@@ -256,7 +256,7 @@ def _checkpoint(checkpoint: Any, resume: bool) -> Checkpoint | None:
             f"checkpoint={config!r}: a sweep uses only the path and `every` of a Checkpoint.",
             fix="sweep(score=..., mode=..., keep=...).",
         )
-    check_name(config.path)
+    check_name(Path(config.path))
     return config
 
 

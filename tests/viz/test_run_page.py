@@ -2,6 +2,7 @@
 
 import html.parser
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,8 @@ def test_page_says_what_was_run(run, tmp_path):
 def test_page_has_the_command_without_its_secrets(run, tmp_path, monkeypatch):
     words = ["python", "train.py", "--api-key", "pa55", "--uri=http://ann:pa55@host", "--lr", "0.1"]
     monkeypatch.setattr("sys.orig_argv", words)
+    # as in a script, whatever other tests have imported
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     page = viz.report(run[0], tmp_path / "report.html").read_text(encoding="utf-8")
     assert "pa55" not in page
     shown = "python train.py --api-key '***' '--uri=http://***@host' --lr 0.1"
