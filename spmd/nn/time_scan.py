@@ -5,8 +5,7 @@ The products of a recurrent cell with its inputs are one product for all steps, 
 the backward pass the gradient of the recurrent weights is one product over all steps, after the
 loop, where JAX's derivative of `lax.scan` adds up a product in each step (what cuDNN does for its
 own cells: Appleyard et al., arXiv:1604.01946, sections 3.2 and 3.3). Under `[recurrence]
-time_chunk` all that is done chunk by chunk, and computed again in the backward pass (Chen et al.,
-arXiv:1604.06174).
+time_chunk` all that is done chunk by chunk (`time_chunks.py`).
 """
 
 import dataclasses
@@ -27,6 +26,7 @@ from spmd.jaxpr.programs import evaluated, variables
 from spmd.nn.gathered_scan import complete, differentiable
 from spmd.nn.parallel_context import current
 from spmd.nn.step_parts import StepParts, split_step, values_of
+from spmd.nn.time_chunks import run_in_chunks
 
 # the scope of a loop that is hoisted already
 HOISTED = "hoisted_loop"
@@ -93,7 +93,7 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
         else:
             run_loop = functools.partial(_run_split_steps, equation, parts)
         if chunk is not None:
-            run_loop = functools.partial(_run_in_chunks, equation, chunk, run_loop)
+            run_loop = functools.partial(run_in_chunks, equation, chunk, run_loop)
         carried, outputs = run_loop(scan.length, *scan.split(arguments))
         return [*carried, *outputs]
 
@@ -102,69 +102,6 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
         invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info
     )
     return in_scope(call, HOISTED)
-
-
-def _run_in_chunks(
-    equation: Any,
-    chunk: int,
-    run_loop: Callable[..., tuple[list[Any], list[Any]]],
-    length: int,
-    constants: list[Any],
-    carried: list[Any],
-    xs: list[Any],
-) -> tuple[list[Any], list[Any]]:
-    """Return what `run_loop` returns, computed in chunks of at most `chunk` steps, and again in the
-    backward pass. Chunks are as equal as they can be; the last one in time may have fewer steps.
-    """
-    reverse = bool(equation.params["reverse"])
-    size = -(-length // -(-length // chunk))
-    count, remainder = divmod(length, size)
-    end = count * size
-    # JAX adds up the gradients of all chunks in the dtype of the constants.
-    wide = [_in_float32(x) for x in constants]
-
-    def run_chunk(
-        steps: int, wide: list[Any], carried: list[Any], xs: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        narrow = list(wide)
-        for place, constant in enumerate(constants):
-            if wide[place].dtype != constant.dtype:
-                narrow[place] = wide[place].astype(constant.dtype)
-        return run_loop(steps, narrow, carried, xs)
-
-    def run_equal_chunks(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        # A loop over several chunks keeps XLA from merging the two computations; one over a single
-        # chunk is inlined.
-        recomputed = jax.checkpoint(functools.partial(run_chunk, size), prevent_cse=count == 1)
-        by_chunk = [x.reshape(count, size, *x.shape[1:]) for x in xs]
-        carried, outputs = lax.scan(
-            functools.partial(recomputed, wide), carried, by_chunk, length=count, reverse=reverse
-        )
-        return carried, [y.reshape(end, *y.shape[2:]) for y in outputs]
-
-    def run_remainder(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        recomputed = jax.checkpoint(functools.partial(run_chunk, remainder))
-        return recomputed(wide, carried, xs)
-
-    if not remainder:
-        return run_equal_chunks(carried, xs)
-    first_steps = [x[:end] for x in xs]
-    last_steps = [x[end:] for x in xs]
-    if reverse:
-        carried, last_outputs = run_remainder(carried, last_steps)
-        carried, outputs = run_equal_chunks(carried, first_steps)
-    else:
-        carried, outputs = run_equal_chunks(carried, first_steps)
-        carried, last_outputs = run_remainder(carried, last_steps)
-    pairs = zip(outputs, last_outputs, strict=True)
-    return carried, [jnp.concatenate(pair) for pair in pairs]
-
-
-def _in_float32(x: Any) -> Any:
-    """Return floats of fewer than 32 bits in float32, and all else as it is."""
-    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32:
-        return x.astype(jnp.float32)
-    return x
 
 
 def _run_unsplit_steps(
