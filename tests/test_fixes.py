@@ -226,6 +226,14 @@ def test_loss_of_logits_and_labels():
     assert "takes logits and labels" in error(errors.LossError, loss=mine).summary
 
 
+def test_more_metrics_than_can_be_compiled():
+    def loss(model, batch):
+        value = jnp.mean(model(batch[0]) ** 2)
+        return value, {f"metric {number}": 0.0 for number in range(100_000)}
+
+    assert error(errors.LossError, loss=loss).summary.startswith("100,000 metrics; at most 10,000")
+
+
 def test_examples_by_number_are_no_batches():
     class Examples:
         def __len__(self):

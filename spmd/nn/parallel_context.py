@@ -62,8 +62,9 @@ class ParallelConfig:
       tap: called in place of a stack of layers (`spmd.nn.pipeline_1f1b`).
       calls: functions in place of those of JAX and flax (`spmd.nn.model_calls`).
       used: what the modules have used, for the step to check: "pipeline", its "microbatches" and
-        "time_chunk", "sequence", "experts".
-      loop_lengths: the steps of each loop over time that is computed in parts.
+        "time_chunk", "sequence", "experts", and "hoisted" where a part of a loop over time is
+        computed outside of it.
+      loop_lengths: the steps of each loop over time that may be computed in parts.
       schedules: the schedule of every stack that was called, by a name for each.
       notes: lines on what modules have chosen, to be shown before a run, as keys.
     """
@@ -153,7 +154,7 @@ class ParallelConfig:
                 fix='a layout without it; or implementation = "hoisted", if the model has '
                 "recurrent layers of flax or its own.",
             )
-        longest = max(self.loop_lengths)
+        longest = self.longest_loop
         if chunk < longest:
             return
         where = ""
@@ -190,6 +191,11 @@ class ParallelConfig:
         # numbers, or hangs.
         pipeline_axes = (self.pipeline.axis, *self.data)
         return any(size > 1 for axis, size in self.mesh.shape.items() if axis not in pipeline_axes)
+
+    @property
+    def longest_loop(self) -> int:
+        """The steps of the longest loop over time that may be computed in parts; 0 without one."""
+        return max(self.loop_lengths, default=0)
 
     @property
     def stages(self) -> int:

@@ -74,6 +74,8 @@ def hoisted(equation: Any, *, recurrences_only: bool = False) -> Any:
     if recurrences_only and (parts is None or not parts.is_recurrence):
         return equation
     parallel.loop_lengths.add(scan.length)
+    if parts is not None:
+        parallel.used.add("hoisted")
     if chunk is not None and chunk >= scan.length:
         chunk = None
     if parts is None and chunk is None:

@@ -64,11 +64,11 @@ def fuse_attention(plan: PlanData) -> Edits:
 def recompute_time(plan: PlanData) -> Edits:
     """Yield fewer steps of loops over time to be kept at once, where there are more."""
     recurrence = plan.layout.recurrence
-    lengths = plan.program.placed.parallel.loop_lengths
-    if not lengths or recurrence.implementation == "as_written":
+    longest = plan.program.placed.parallel.longest_loop
+    if recurrence.implementation == "as_written":
         return
     for steps in TIME_STEPS:
-        if steps < min(max(lengths), recurrence.time_chunk or max(lengths)):
+        if steps < min(longest, recurrence.time_chunk or longest):
             less = dataclasses.replace(recurrence, time_chunk=steps)
             layout = dataclasses.replace(plan.layout, recurrence=less)
             yield f"[recurrence] time_chunk = {steps}", {"layout": layout}

@@ -139,10 +139,15 @@ def loop_notes(parallel: ParallelConfig, platform: str) -> Iterator[str]:
     if platform != "cuda" or not parallel.loop_lengths:
         return
     lengths = ", ".join(map(str, sorted(parallel.loop_lengths)))
+    hoisted = ""
+    if "hoisted" in parallel.used:
+        hoisted = (
+            "what does not depend on the step before is computed before and after "
+            "them ([recurrence] implementation); "
+        )
     yield (
-        f"note: loops over time of {lengths} steps compute before and after them what does not "
-        "depend on the step before ([recurrence] implementation). Each step launches several "
-        "kernels. cuDNN's LSTM is not used: JAX cannot trace it without a GPU, and it is float32."
+        f"note: loops over time of {lengths} steps: {hoisted}each step launches several kernels. "
+        "cuDNN's LSTM is not used: JAX cannot trace it without a GPU, and it is float32."
     )
 
 

@@ -51,6 +51,7 @@ OUTPUTS = (
     "y_pred",
     "y_true",
 )
+MOST_METRICS = 10_000
 # names that a step's other numbers have
 RESERVED = (LOSS, "wire_bytes", "compression_ratio", "residual_norm", "mean_error", *RATES)
 
@@ -116,6 +117,7 @@ class Objective:
         shapes = [outputs.shape for _, outputs in shared.calls if hasattr(outputs, "shape")]
         self.outputs[:] = shapes[:1]
         value, extra = self._split_extra(value)
+        _check_count(len(extra) + len(self.metrics))
         for name, metric in self.metrics.items():
             measure = functools.partial(metric, pick(metric))
             with naming_in_trace(f'metric "{name}"', batch, measure):
@@ -172,6 +174,16 @@ class Objective:
         """The loss and every metric as (sum, count) over the rows of weight 1."""
         measured = {LOSS: value, **extra}
         return {name: as_sum(name, metric, weights) for name, metric in measured.items()}
+
+
+def _check_count(count: int) -> None:
+    """Refuse more metrics than XLA can compile in a time, and a memory, that anybody has."""
+    if count > MOST_METRICS:
+        raise LossError(
+            f"{count:,} metrics; at most {MOST_METRICS:,} are compiled: 4,000 take XLA two minutes "
+            "and 4.5 GiB, and more take longer than in proportion.",
+            fix="one metric with an array for many alike: spmd.metrics.FromSums.",
+        )
 
 
 def _check_function(loss: Any) -> None:

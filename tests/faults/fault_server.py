@@ -41,6 +41,13 @@ RIGHT, NAMED, WRONG, LOST, HANG, RAW, NOT_REACHED = (
 )  # fmt: skip
 IDLE = 10.0  # seconds in which a process that does not hang has computed something
 ENOUGH = 120.0  # seconds for anything that a process is asked to do
+# what the library and JAX import when they first need it
+IMPORTED_LATE = (
+    "jaxlib.mlir.dialects.builtin",
+    "jaxlib.mlir.dialects.mhlo",
+    "orbax.checkpoint.args",
+    "scipy.linalg",
+)
 TAIL = "tail loss"  # of the steps of a call: all, or the last ones of a run that was resumed
 
 
@@ -392,10 +399,12 @@ class Server:
 
 def main(folder: Path) -> None:
     """Answer each line."""
+    # What is not imported here, each fork imports when it first needs it.
     for module in pkgutil.walk_packages(spmd.__path__, "spmd."):
         if not module.name.endswith("__main__"):
-            # else each fork imports them when it first needs them
             importlib.import_module(module.name)
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
     server = Server(folder)
     gc.collect()
     gc.freeze()  # so that no page of a fork is copied since the collector looks at it

@@ -276,7 +276,11 @@ def attention_plan(width, length, rows, target, **options):
 def test_loops_over_time_are_noted_on_gpus():
     loops = ParallelConfig(loop_lengths={512, 64})
     [note] = notes.loop_notes(loops, "cuda")
-    assert note.startswith("note: loops over time of 64, 512 steps") and "cuDNN" in note
+    assert note.startswith("note: loops over time of 64, 512 steps: each step launches")
+    loops.used.add("hoisted")
+    [note] = notes.loop_notes(loops, "cuda")
+    assert note.startswith("note: loops over time of 64, 512 steps: what does not depend on")
+    assert "cuDNN" in note
     assert not [*notes.loop_notes(loops, "cpu"), *notes.loop_notes(ParallelConfig(), "cuda")]
 
 

@@ -409,7 +409,7 @@ def test_fix_for_a_missing_head_of_a_decoder(tmp_path):
     twice = write_folder(
         tmp_path / "twice", tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     )
-    del tensors["lm_head.weight"]
+    head = tensors.pop("lm_head.weight")
     folder = write_folder(tmp_path / "without", tensors)
     for path in (twice, folder):
         (path / "config.json").write_text(json.dumps(config))
@@ -422,5 +422,5 @@ def test_fix_for_a_missing_head_of_a_decoder(tmp_path):
     tied = spmd.pretrained.load(folder, progress=False)(tokens)
     table_twice = spmd.pretrained.load(twice, progress=False)(tokens)
     np.testing.assert_allclose(tied, table_twice, rtol=1e-5, atol=1e-5)
-    untied = spmd.pretrained.load(FIXTURES / "llama", progress=False)(tokens)
-    assert not np.allclose(tied, untied, atol=1e-2)
+    # the fixture's own head is another array than its table, so that it cannot be what was used
+    assert not np.array_equal(head, tensors["model.embed_tokens.weight"])
