@@ -11,8 +11,10 @@ import numpy as np
 from flax import nnx
 from jax.experimental import rnn
 
+import spmd
 from benchmarks.gpu import cases, references
 from benchmarks.gpu.measure import Part, Queued, on_cpu, run_part, timed, torch_device, wait_for
+from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 
 # relative, of an array; on GPUs float32 products may be in TF32
 BOUNDS = {"bfloat16": 0.1, "float32": 5e-3}
@@ -55,6 +57,14 @@ class CuDNN(Plain):
             unpacked = rnn.unpack_lstm_weights(weights, *sizes, False)
             return rnn.lstm_ref(x, start, start, *unpacked, lengths, *sizes, 0.0, False)[0]
         return rnn.lstm(x, start, start, weights, lengths, *sizes, 0.0, False)[0]
+
+
+class ByCuDNN(cases.Recurrent):
+    """The same layers under `[recurrence] implementation = "cudnn"`."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        with parallel_scope(ParallelConfig(recurrence=spmd.Recurrence("cudnn"))):
+            return super().__call__(x)
 
 
 def both_passes(model: nnx.Module, dtype: str) -> tuple[Callable[..., Any], Any]:
@@ -122,6 +132,8 @@ def measure(part: Part, name: str, case: tuple[Any, ...], share: float) -> None:
         models = {"ours": cases.Recurrent, "nnx.RNN": Plain}
         if (kind, dtype) == ("LSTM", "float32"):
             models["jax.experimental.rnn (cuDNN)"] = CuDNN
+            if jax.default_backend() == "gpu":
+                models["ours (cuDNN)"] = ByCuDNN
         for arm, model in models.items():
             with part.guarded(name, arm):
                 function, arrays = both_passes(model(kind, width, depth), dtype)

@@ -22,7 +22,7 @@ from spmd.wire.server.declaration import ParameterServer
 # Implementations of attention.
 IMPLEMENTATIONS = ("auto", "as_written", "cudnn", "triton", "splash", "chunked")
 # of loops over time
-LOOPS = ("auto", "as_written", "hoisted")
+LOOPS = ("auto", "as_written", "hoisted", "cudnn")
 
 # Values of tables that may be given as dicts. A bool is an int in Python, and is no size.
 _FITS: dict[str, Callable[[Any], bool]] = {
@@ -183,7 +183,8 @@ class Recurrence:
     recurrent weights are one product over all steps, after the loop of the backward pass. This
     applies to every loop that multiplies what it carries by a weight, including those of `nnx.RNN`,
     `linen.RNN` and `jax.lax.scan`. "auto": it applies to `spmd.nn.RNNStack` and
-    `spmd.nn.Bidirectional` alone. "as_written": it applies to none.
+    `spmd.nn.Bidirectional` alone. "as_written": it applies to none. "cudnn": an LSTM layer of these
+    two is one call of cuDNN, on a GPU of NVIDIA, in float32; no GPU has run it.
 
     Args:
       implementation: see above.
@@ -211,8 +212,13 @@ def recurrence_problems(recurrence: Recurrence) -> list[Conflict]:
     if chunk < 1:
         fix = "a whole number from 1, or leave it out."
         return [Conflict("time_chunk", f"{chunk}.", fix, kind="invalid_value")]
-    if recurrence.implementation == "as_written":
-        why = f'{chunk}, but "as_written" leaves all loops as they are.'
+    without = {
+        "as_written": "leaves all loops as they are",
+        "cudnn": "computes a layer in one call",
+    }
+    if recurrence.implementation in without:
+        what = without[recurrence.implementation]
+        why = f'{chunk}, but "{recurrence.implementation}" {what}.'
         return [Conflict("time_chunk", why, 'leave it out, or implementation = "hoisted".')]
     return []
 

@@ -62,8 +62,8 @@ class ParallelConfig:
       tap: called in place of a stack of layers (`spmd.nn.pipeline_1f1b`).
       calls: functions in place of those of JAX and flax (`spmd.nn.model_calls`).
       used: what the modules have used, for the step to check: "pipeline", its "microbatches" and
-        "time_chunk", "sequence", "experts", and "hoisted" where a part of a loop over time is
-        computed outside of it.
+        "time_chunk", "sequence", "experts", "hoisted" where a part of a loop over time is
+        computed outside of it, and "cudnn" where it is an LSTM of cuDNN.
       loop_lengths: the steps of each loop over time that may be computed in parts.
       schedules: the schedule of every stack that was called, by a name for each.
       notes: lines on what modules have chosen, to be shown before a run, as keys.
@@ -135,6 +135,12 @@ class ParallelConfig:
         Raises:
           LayoutError: it does not.
         """
+        if self.recurrence.implementation == "cudnn" and "cudnn" not in self.used:
+            raise LayoutError(
+                f'{source}: [recurrence] implementation = "cudnn", but the loss calls no '
+                "spmd.nn.RNNStack and no spmd.nn.Bidirectional, to which it applies.",
+                fix='implementation = "hoisted", which takes recurrent layers of flax, too.',
+            )
         if not self.loop_lengths and self.recurrence.implementation == "hoisted":
             raise LayoutError(
                 f'{source}: [recurrence] implementation = "hoisted", but the loss has no loop over '

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from spmd.base.rng import part_key
 from spmd.base.tree import Tree, describe
 from spmd.errors import ModelError, type_name
+from spmd.nn.cudnn_lstm import run_lstm
 from spmd.nn.layer_order import stage_order
 from spmd.nn.layer_stack import layers_per_stage
 from spmd.nn.parallel_context import ParallelConfig, current
@@ -288,6 +289,15 @@ class Cells:
         unroll: bool,
     ) -> tuple:
         """Run one layer on a chunk; returns its output and its carry."""
+        parallel = current()
+        if parallel.recurrence.implementation == "cudnn":
+            if beside is not None:
+                x = jnp.concatenate([x, beside], axis=-1)
+            result, _ = self.layers.apply(
+                lambda cell: run_lstm(parallel, cell, carry, x, lengths), variables
+            )
+            carry, y = result
+            return y, carry
 
         def step(carry: Tree, inputs: tuple) -> tuple[Tree, jax.Array]:
             x, time, beside = inputs
@@ -314,7 +324,7 @@ class Cells:
         if unroll:
             unrolled_steps = x.shape[0]
         scan: Callable[..., Any] = scan_time
-        if current().recurrence.implementation == "as_written":
+        if parallel.recurrence.implementation == "as_written":
             scan = lax.scan
         carry, y = scan(step, carry, (x, steps, beside), unroll=unrolled_steps)
         # Flax makes float32 carries; later activations must keep the dtype of x.

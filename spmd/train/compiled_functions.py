@@ -39,6 +39,8 @@ KERNELS = (
     "__cudnn$fmhaScaleBiasSoftmaxBackward",
     "__cudnn$fmhaScaleBiasSoftmaxDropout",
     "__cudnn$fmhaScaleBiasSoftmaxDropoutBackward",
+    "cudnn_rnn_ffi",
+    "cudnn_rnn_bwd_ffi",
 )
 
 
