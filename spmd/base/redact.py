@@ -9,12 +9,12 @@ _ANYWHERE = "secret|passw|passphrase|credential"
 # about something else: num_key_value_heads, max-tokens, tokenizer, key-size.
 _NAME = re.compile(rf"[\w.+-]*(?:(?:{_ANYWHERE})[\w.+-]*|key|token)", re.IGNORECASE)
 # Inside of JSON, of code, and of the query of a URL. Prose has a colon after a name: "no key: 3";
-# there only names that are about nothing else end with one: "api key: 3".
+# there only names in one word do, which are those of settings: "api_key: 3".
 # The bound on the rest of the name keeps the time linear in the text.
-_IN_PROSE = "(?:api|access|auth|private|secret)[ _-]?(?:key|token)|password|passphrase"
+_IN_PROSE = "(?:api|access|auth|private|secret)[_-]?(?:key|token)"
 _INNER = re.compile(
-    rf"""((?:(?:(?:{_ANYWHERE})[\w.+-]{{0,99}}|key|token)(?:["']\s*:|["']?\s*=)"""
-    rf"""|(?:{_IN_PROSE}):)\s*)"""
+    rf"""((?:(?:{_ANYWHERE})[\w.+-]{{0,99}}|key|token)(?:["']\s*:|["']?\s*=)\s*"""
+    rf"""|{_IN_PROSE}:[ \t]*)"""
     r"""("[^"]*"|'[^']*'|[^\s"',&}]+)""",
     re.IGNORECASE,
 )

@@ -5,6 +5,7 @@ arXiv:1604.01946), by JAX's binding, `jax.experimental.rnn`: under `[recurrence]
 No GPU has run this. The tests put JAX's own reference, `rnn.lstm_ref`, in the place of cuDNN.
 """
 
+import inspect
 from typing import Any
 
 import jax
@@ -13,10 +14,20 @@ from flax import nnx
 from jax.experimental import rnn
 from jax.sharding import PartitionSpec
 
-from spmd.errors import LayoutError
+from spmd.base.tree import describe
+from spmd.errors import LayoutError, ModelError
+from spmd.models.intercept import interceptions, original_class
 from spmd.nn.parallel_context import ParallelConfig
 
-CELLS = (nnx.OptimizedLSTMCell, nnx.LSTMCell)
+# of each cell: the layers of its input, and those of what it carries
+LAYERS = {
+    nnx.OptimizedLSTMCell: (("dense_i",), ("dense_h",)),
+    nnx.LSTMCell: (("ii", "if_", "ig", "io"), ("hi", "hf", "hg", "ho")),
+}
+_DEFAULTS = {
+    name: inspect.signature(nnx.Linear.__init__).parameters[name].default
+    for name in ("precision", "dot_general", "promote_dtype")
+}
 
 
 def run_lstm(
@@ -31,17 +42,27 @@ def run_lstm(
       lengths: must be None.
 
     Raises:
-      LayoutError: cuDNN, or JAX's binding of it, does not take this.
+      LayoutError: cuDNN, or JAX's binding of it, does not compute this.
+      ModelError: the cell takes another number of features.
     """
     parallel.used.add("cudnn")
-    if why := _refuses(parallel.platform or jax.default_backend(), cell, carry, x, lengths):
+    why = _refuses(_platform(parallel), cell, carry, x, lengths)
+    if why:
         raise LayoutError(
             f'[recurrence] implementation = "cudnn": {why}.', fix='implementation = "auto".'
+        )
+    of_input, of_carry = _layers(cell)
+    features = of_input[0].kernel.shape[0]
+    # cuDNN would read other weights than those of the input.
+    if x.shape[-1] != features:
+        raise ModelError(
+            f"a recurrent layer gets {x.shape[-1]} features, and its cell takes {features}.",
+            fix="cells that take the features of x and those of beside=.",
         )
 
     def run_shard(weights: jax.Array, carry: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         by_row = jnp.swapaxes(x, 0, 1)
-        rows, length, features = by_row.shape
+        rows, length, _ = by_row.shape
         c, h = carry
         lengths = jnp.full(rows, length, jnp.int32)
         sizes = features, h.shape[-1], 1  # the last one: layers
@@ -63,50 +84,76 @@ def run_lstm(
             (PartitionSpec(), by_row, by_step_and_row),
             (by_row, by_step_and_row),
         )
-    return run(_packed(cell), carry, x)
-
-
-def _packed(cell: Any) -> jax.Array:
-    """Return the weights of a cell in cuDNN's order: those of the input, those of the carry, each
-    [gates, features] for the gates i, f, g and o, then the two biases.
-    """
-    of_input: list[Any]
-    of_carry: list[Any]
-    if hasattr(cell, "dense_h"):
-        of_input, of_carry = [cell.dense_i], [cell.dense_h]
-    else:
-        of_input = [cell.ii, cell.if_, cell.ig, cell.io]
-        of_carry = [cell.hi, cell.hf, cell.hg, cell.ho]
+    # In cuDNN's order: kernels as [gates, features] for the gates i, f, g and o, then two biases.
     kernels = [dense.kernel[...].T.ravel() for dense in (*of_input, *of_carry)]
     biases = [dense.bias[...] for dense in of_carry]
-    return jnp.concatenate([*kernels, *map(jnp.zeros_like, biases), *biases])
+    weights = jnp.concatenate([*kernels, *map(jnp.zeros_like, biases), *biases])
+    return run(weights, carry, x)
+
+
+def _layers(cell: Any) -> tuple[list[Any], list[Any]]:
+    """Return the layers of a cell's input, and those of what it carries."""
+    of_input, of_carry = LAYERS[original_class(cell)]
+    return [getattr(cell, name) for name in of_input], [getattr(cell, name) for name in of_carry]
 
 
 def _refuses(platform: str, cell: Any, carry: Any, x: jax.Array, lengths: Any) -> str | None:
-    """Return the reason why cuDNN does not take this layer."""
+    """Return the reason why cuDNN does not compute this layer."""
+    kind = original_class(cell)
     if platform not in ("cuda", "gpu"):
-        return f"it runs on GPUs of NVIDIA, not on {platform}"
-    if type(cell) not in CELLS:
-        return f"it computes nnx.LSTMCell and nnx.OptimizedLSTMCell, not {type(cell).__name__}"
+        return f"it runs on NVIDIA GPUs, not on {platform}"
+    if kind not in LAYERS:
+        return f"it computes nnx.LSTMCell and nnx.OptimizedLSTMCell, not {kind.__name__}"
     if cell.gate_fn is not nnx.sigmoid or cell.activation_fn is not nnx.tanh:
-        return "its gates are sigmoid, and its activation is tanh"
+        return "it computes gates with sigmoid and activations with tanh alone"
+    if changed := _changed(cell):
+        return changed
     arrays = [x, *jax.tree.leaves((carry, nnx.state(cell, nnx.Param)))]
     dtypes = {jnp.dtype(array.dtype).name for array in arrays}
-    if cell.dtype is not None:
-        dtypes.add(jnp.dtype(cell.dtype).name)
+    of_input, of_carry = _layers(cell)
+    for module in (cell, *of_input, *of_carry):
+        if module.dtype is not None:
+            dtypes.add(jnp.dtype(module.dtype).name)
     if others := sorted(dtypes - {"float32"}):
         return f"JAX's binding takes float32, not {others[0]}"
+    if x.ndim != 3 or not x.size:
+        return f"it takes x as [rows, time, features], not {describe(x)} (time first)"
     if lengths is not None:
         return (
-            "it is called for rows of one length here, not with lengths=, nor for a last chunk of "
-            "time that is not full"
+            "it is called here for rows of one length, without lengths= and without a last chunk "
+            "of time that is not full"
         )
     if not _is_traceable():
-        return (
-            "JAX asks cuDNN for sizes while it traces a program, so that a GPU must be there, for "
-            "a plan, too"
-        )
+        return "JAX asks cuDNN for sizes while it traces a program, which needs a GPU, even to plan"
     return None
+
+
+def _changed(cell: Any) -> str | None:
+    """Return how a cell, or a layer of it, computes something else than flax's, or None."""
+    of_input, of_carry = _layers(cell)
+    # Functions around calls are not called: cuDNN computes all of the cell.
+    around = set(interceptions(cell))
+    for dense in (*of_input, *of_carry):
+        around |= set(interceptions(dense))
+        kind = original_class(dense)
+        if kind is not nnx.Linear:
+            return f"the cell's layers are nnx.Linear in flax, and {kind.__name__} here"
+        for name, default in _DEFAULTS.items():
+            if getattr(dense, name) is not default:
+                return f"a layer of the cell has a {name} of its own"
+    if any(dense.bias is not None for dense in of_input):
+        return "a layer of the cell's input has a bias, where flax makes none"
+    if any(dense.bias is None for dense in of_carry):
+        return "a layer of what the cell carries has no bias, where flax makes one"
+    around.discard("scope")
+    if around:
+        names = ", ".join(sorted(around))
+        return f"the layout changes calls of the cell or of its layers ({names})"
+    return None
+
+
+def _platform(parallel: ParallelConfig) -> str:
+    return parallel.platform or jax.default_backend()
 
 
 def _is_traceable() -> bool:

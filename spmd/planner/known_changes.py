@@ -65,7 +65,7 @@ def recompute_time(plan: PlanData) -> Edits:
     """Yield fewer steps of loops over time to be kept at once, where there are more."""
     recurrence = plan.layout.recurrence
     longest = plan.program.placed.parallel.longest_loop
-    if recurrence.implementation == "as_written":
+    if recurrence.implementation in ("as_written", "cudnn"):
         return
     for steps in TIME_STEPS:
         if steps < min(longest, recurrence.time_chunk or longest):

@@ -147,7 +147,7 @@ def loop_notes(parallel: ParallelConfig, platform: str) -> Iterator[str]:
         )
     yield (
         f"note: loops over time of {lengths} steps: {hoisted}each step launches several kernels. "
-        'cuDNN\'s LSTM is used where implementation = "cudnn" asks for it alone: it is float32, '
+        'cuDNN\'s LSTM is used only where implementation = "cudnn" asks for it: it is float32, '
         "and JAX cannot trace it without a GPU, so that it cannot be planned."
     )
 

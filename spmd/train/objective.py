@@ -177,12 +177,12 @@ class Objective:
 
 
 def _check_count(count: int) -> None:
-    """Refuse more metrics than XLA can compile in a time, and a memory, that anybody has."""
+    """Refuse more metrics than XLA compiles in a reasonable time."""
     if count > MOST_METRICS:
         raise LossError(
             f"{count:,} metrics; at most {MOST_METRICS:,} are compiled: 4,000 take XLA two minutes "
-            "and 4.5 GiB, and more take longer than in proportion.",
-            fix="one metric with an array for many alike: spmd.metrics.FromSums.",
+            "and 4.5 GiB, and the time grows faster than their number.",
+            fix="fewer of them, such as one mean for many.",
         )
 
 

@@ -55,10 +55,11 @@ def test_redact_text_keeps_the_sentence():
     assert redact_text(text) == (
         "API request to http://***@127.0.0.1:1/api/2.0 failed: no key: 3; api_key=***."
     )
-    text = "apikey: abc, Access token: abc, password: abc; no such key: 3, tokens: 4"
+    text = "apikey: abc, Access-Token: abc, no such key: 3, tokens: 4, wrong password: try again"
     assert redact_text(text) == (
-        "apikey: ***, Access token: ***, password: *** no such key: 3, tokens: 4"
+        "apikey: ***, Access-Token: ***, no such key: 3, tokens: 4, wrong password: try again"
     )
+    assert redact_text("api_key:\nError: no answer") == "api_key:\nError: no answer"
 
 
 def test_cost_of_a_long_word_is_linear():

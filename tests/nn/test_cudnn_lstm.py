@@ -2,6 +2,7 @@
 cuDNN: values and gradients are those of flax's cells.
 """
 
+import dataclasses
 import types
 
 import jax
@@ -14,7 +15,7 @@ from jax.experimental import rnn
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.errors import LayoutError
+from spmd.errors import LayoutError, ModelError
 from spmd.nn import cudnn_lstm
 from spmd.nn.parallel_context import ParallelConfig, parallel_scope
 from tests.compare import assert_close
@@ -39,6 +40,7 @@ def gpu(monkeypatch):
     """The process has a GPU, on which cuDNN computes what JAX's reference computes."""
     monkeypatch.setattr(cudnn_lstm.rnn, "lstm", reference)
     monkeypatch.setattr(cudnn_lstm, "_is_traceable", lambda: True)
+    monkeypatch.setattr(cudnn_lstm, "_platform", lambda parallel: "cuda")
 
 
 def cells(kind=nnx.OptimizedLSTMCell, count=LAYERS, inputs=WIDTH, **options):
@@ -149,15 +151,33 @@ def test_binding_takes_what_it_is_given(monkeypatch):
     assert "num_layers=1" in text and f"hidden_size={WIDTH}" in text
 
 
+def with_layer(name, layer):
+    [cell] = cells(count=1)
+    setattr(cell, name, layer)
+    return [cell]
+
+
+def linear(kind=nnx.Linear, **options):
+    return kind(WIDTH, 4 * WIDTH, rngs=nnx.Rngs(0), **options)
+
+
 @pytest.mark.parametrize(
     ("made", "options", "why"),
     [
+        (
+            with_layer("dense_i", linear(nnx.LoRALinear, lora_rank=2, use_bias=False)),
+            {},
+            "LoRALinear here",
+        ),
+        (with_layer("dense_i", linear()), {}, "has a bias, where flax makes none"),
+        (with_layer("dense_h", linear(use_bias=False)), {}, "has no bias, where flax makes one"),
+        (with_layer("dense_h", linear(precision="highest")), {}, "a precision of its own"),
         ([nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(0))], {}, "not GRUCell"),
-        (cells(activation_fn=nnx.relu), {}, "its activation is tanh"),
+        (cells(activation_fn=nnx.relu), {}, "activations with tanh alone"),
         (cells(dtype=jnp.bfloat16), {}, "takes float32, not bfloat16"),
         (cells(), {"lengths": jnp.full(ROWS, 2)}, "rows of one length"),
     ],
-    ids=["cell", "activation", "dtype", "lengths"],
+    ids=["adapter", "bias", "no bias", "precision", "cell", "activation", "dtype", "lengths"],
 )
 def test_what_cudnn_does_not_take(gpu, made, options, why):
     stack = spmd.nn.RNNStack(made)
@@ -166,6 +186,24 @@ def test_what_cudnn_does_not_take(gpu, made, options, why):
         pytest.raises(LayoutError, match=f'implementation = "cudnn": .*{why}'),
     ):
         stack(random(1, ROWS, TIME, WIDTH), **options)
+
+
+def test_other_features_than_those_of_the_cell_are_refused(gpu):
+    stack = spmd.nn.RNNStack(cells(count=2, inputs=WIDTH + 2))
+    with (
+        parallel_scope(on_gpu()),
+        pytest.raises(ModelError, match="gets 4 features, and its cell takes 6"),
+    ):
+        stack(random(1, ROWS, TIME, WIDTH))
+
+
+@pytest.mark.parametrize("shape", [(ROWS, TIME, 2, WIDTH), (ROWS, 0, WIDTH)], ids=len)
+def test_other_inputs_are_refused(gpu, shape):
+    with (
+        parallel_scope(on_gpu()),
+        pytest.raises(LayoutError, match=r"takes x as \[rows, time, features\], not float32"),
+    ):
+        jax.eval_shape(spmd.nn.RNNStack(cells()), random(1, *shape))
 
 
 def test_chunk_of_time_that_is_not_full_is_refused(gpu):
@@ -183,7 +221,7 @@ def test_without_a_gpu_it_is_refused():
     stack = spmd.nn.RNNStack(cells())
     with (
         parallel_scope(on_gpu()),
-        pytest.raises(LayoutError, match="a GPU must be there, for a plan, too"),
+        pytest.raises(LayoutError, match="needs a GPU, even to plan"),
     ):
         stack(random(1, ROWS, TIME, WIDTH))
 
@@ -199,9 +237,36 @@ FIT = {
 }
 
 
+@pytest.mark.parametrize("layout", ["data_parallel", "fsdp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_equals_that_of_flax(gpu, kind, layout):
+    x, y = random(1, ROWS, TIME, WIDTH), random(2, ROWS, TIME, WIDTH)
+    layout = dataclasses.replace(spmd.Layout.load(layout), recurrence=CUDNN)
+    mesh = spmd.make_mesh("data=4", devices=jax.devices()[:4])
+    options = FIT | {"mesh": mesh, "layout": layout, "steps": 3}
+    result = spmd.fit(spmd.nn.RNNStack(cells(kind)), (x, y), **options)
+
+    graph, params, rest = nnx.split(nnx.List(cells(kind)), nnx.Param, ...)
+
+    @jax.jit
+    def step(params):
+        def loss(params):
+            made = nnx.merge(graph, params, jax.tree.map(lambda leaf: leaf, rest))
+            return jnp.mean((by_flax([*made], x) - y) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
+
+    losses = []
+    for _ in range(3):
+        value, params = step(params)
+        losses.append(value)
+    assert_close(np.asarray(result.history["loss"]), np.asarray(losses), 1e-6)
+
+
 def test_training_on_a_cpu_is_refused():
     x = random(1, ROWS, TIME, WIDTH)
-    with pytest.raises(LayoutError, match="runs on GPUs of NVIDIA, not on cpu") as caught:
+    with pytest.raises(LayoutError, match="runs on NVIDIA GPUs, not on cpu") as caught:
         spmd.fit(spmd.nn.RNNStack(cells()), (x, x), **FIT)
     assert caught.value.fix == 'implementation = "auto".'
     spmd.fit(spmd.nn.RNNStack(cells()), (x, x), **(FIT | {"layout": spmd.Layout()}))
