@@ -184,7 +184,7 @@ class Recurrence:
     applies to every loop that multiplies what it carries by a weight, including those of `nnx.RNN`,
     `linen.RNN` and `jax.lax.scan`. "auto": it applies to `spmd.nn.RNNStack` and
     `spmd.nn.Bidirectional` alone. "as_written": it applies to none. "cudnn": an LSTM layer of these
-    two is one call of cuDNN, on a GPU of NVIDIA, in float32; no GPU has run it.
+    two is one call of cuDNN, on an NVIDIA GPU, in float32; no GPU has run it.
 
     Args:
       implementation: see above.

@@ -46,7 +46,7 @@ def run_lstm(
       ModelError: the cell takes another number of features.
     """
     parallel.used.add("cudnn")
-    why = _refuses(_platform(parallel), cell, carry, x, lengths)
+    why = _other_cell(cell) or _other_arrays(cell, carry, x, lengths) or _other_device(parallel)
     if why:
         raise LayoutError(
             f'[recurrence] implementation = "cudnn": {why}.', fix='implementation = "auto".'
@@ -97,17 +97,18 @@ def _layers(cell: Any) -> tuple[list[Any], list[Any]]:
     return [getattr(cell, name) for name in of_input], [getattr(cell, name) for name in of_carry]
 
 
-def _refuses(platform: str, cell: Any, carry: Any, x: jax.Array, lengths: Any) -> str | None:
-    """Return the reason why cuDNN does not compute this layer."""
-    kind = original_class(cell)
+def _other_device(parallel: ParallelConfig) -> str | None:
+    """Return why cuDNN does not run where the program does, or None."""
+    platform = parallel.platform or jax.default_backend()
     if platform not in ("cuda", "gpu"):
         return f"it runs on NVIDIA GPUs, not on {platform}"
-    if kind not in LAYERS:
-        return f"it computes nnx.LSTMCell and nnx.OptimizedLSTMCell, not {kind.__name__}"
-    if cell.gate_fn is not nnx.sigmoid or cell.activation_fn is not nnx.tanh:
-        return "it computes gates with sigmoid and activations with tanh alone"
-    if changed := _changed(cell):
-        return changed
+    if jax.default_backend() != "gpu":
+        return "JAX asks cuDNN for sizes while it traces a program, which needs a GPU, even to plan"
+    return None
+
+
+def _other_arrays(cell: Any, carry: Any, x: jax.Array, lengths: Any) -> str | None:
+    """Return why cuDNN does not take these arrays, or None."""
     arrays = [x, *jax.tree.leaves((carry, nnx.state(cell, nnx.Param)))]
     dtypes = {jnp.dtype(array.dtype).name for array in arrays}
     of_input, of_carry = _layers(cell)
@@ -117,19 +118,22 @@ def _refuses(platform: str, cell: Any, carry: Any, x: jax.Array, lengths: Any) -
     if others := sorted(dtypes - {"float32"}):
         return f"JAX's binding takes float32, not {others[0]}"
     if x.ndim != 3 or not x.size:
-        return f"it takes x as [rows, time, features], not {describe(x)} (time first)"
+        return f"it takes x as [time, rows, features], none of them empty, not {describe(x)}"
     if lengths is not None:
         return (
             "it is called here for rows of one length, without lengths= and without a last chunk "
             "of time that is not full"
         )
-    if not _is_traceable():
-        return "JAX asks cuDNN for sizes while it traces a program, which needs a GPU, even to plan"
     return None
 
 
-def _changed(cell: Any) -> str | None:
-    """Return how a cell, or a layer of it, computes something else than flax's, or None."""
+def _other_cell(cell: Any) -> str | None:
+    """Return why cuDNN computes something else than this cell, or None."""
+    kind = original_class(cell)
+    if kind not in LAYERS:
+        return f"it computes nnx.LSTMCell and nnx.OptimizedLSTMCell, not {kind.__name__}"
+    if cell.gate_fn is not nnx.sigmoid or cell.activation_fn is not nnx.tanh:
+        return "it computes gates with sigmoid and activations with tanh alone"
     of_input, of_carry = _layers(cell)
     # Functions around calls are not called: cuDNN computes all of the cell.
     around = set(interceptions(cell))
@@ -150,11 +154,3 @@ def _changed(cell: Any) -> str | None:
         names = ", ".join(sorted(around))
         return f"the layout changes calls of the cell or of its layers ({names})"
     return None
-
-
-def _platform(parallel: ParallelConfig) -> str:
-    return parallel.platform or jax.default_backend()
-
-
-def _is_traceable() -> bool:
-    return jax.default_backend() == "gpu"

@@ -24,7 +24,7 @@ VERSION = (9, 10, 0)  # as the description of a target says that the GPU compile
 @contextlib.contextmanager
 def gpu_of(target: Target) -> Iterator[None]:
     """Inside, JAX's lowering finds the cuDNN and the compute capability of a target; unchanged
-    unless it is a GPU of NVIDIA.
+    unless it is an NVIDIA GPU.
     """
     if target.platform != "cuda":
         yield

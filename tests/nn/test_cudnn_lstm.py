@@ -39,8 +39,7 @@ def reference(x, h, c, weights, lengths, *sizes):
 def gpu(monkeypatch):
     """The process has a GPU, on which cuDNN computes what JAX's reference computes."""
     monkeypatch.setattr(cudnn_lstm.rnn, "lstm", reference)
-    monkeypatch.setattr(cudnn_lstm, "_is_traceable", lambda: True)
-    monkeypatch.setattr(cudnn_lstm, "_platform", lambda parallel: "cuda")
+    monkeypatch.setattr(cudnn_lstm, "_other_device", lambda parallel: None)
 
 
 def cells(kind=nnx.OptimizedLSTMCell, count=LAYERS, inputs=WIDTH, **options):
@@ -141,7 +140,7 @@ def test_binding_takes_what_it_is_given(monkeypatch):
         compute_rnn_workspace_reserve_space_sizes=lambda *arguments: (1, 2)
     )
     monkeypatch.setattr(cudnn_lstm.rnn, "gpu_rnn", sizes)
-    monkeypatch.setattr(cudnn_lstm, "_is_traceable", lambda: True)
+    monkeypatch.setattr(cudnn_lstm, "_other_device", lambda parallel: None)
     stack = spmd.nn.RNNStack(cells())
     with parallel_scope(on_gpu()):
         program = jax.make_jaxpr(jax.grad(lambda x: stack(x).sum()))(random(1, ROWS, TIME, WIDTH))
@@ -201,7 +200,10 @@ def test_other_features_than_those_of_the_cell_are_refused(gpu):
 def test_other_inputs_are_refused(gpu, shape):
     with (
         parallel_scope(on_gpu()),
-        pytest.raises(LayoutError, match=r"takes x as \[rows, time, features\], not float32"),
+        pytest.raises(
+            LayoutError,
+            match=r"takes x as \[time, rows, features\], none of them empty, not float32",
+        ),
     ):
         jax.eval_shape(spmd.nn.RNNStack(cells()), random(1, *shape))
 
