@@ -349,7 +349,7 @@ class Group:
     """
 
     def __init__(self, name: str, folder: str):
-        from spmd.distributed.detect_cluster import free_port
+        from spmd.distributed.world import free_port
 
         arm = ARMS[name]
         port = free_port("127.0.0.1")

@@ -15,7 +15,7 @@ import jax
 from jax._src import compiler, distributed, xla_bridge
 from jax._src.lib import _jax
 
-from spmd.distributed.detect_cluster import World
+from spmd.distributed.world import World
 from spmd.errors import ClusterError
 
 ROOT = "spmd/"

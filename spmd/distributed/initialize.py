@@ -11,11 +11,12 @@ from collections.abc import Callable
 import jax
 
 from spmd.distributed import coordination, watchdog
-from spmd.distributed.detect_cluster import World, detect
+from spmd.distributed.detect_cluster import detect
 from spmd.distributed.links import local_address
 from spmd.distributed.rendezvous import ProcessInfo, wait_for_all
 from spmd.distributed.secret import with_token
 from spmd.distributed.timeouts import StallTimeouts
+from spmd.distributed.world import World
 from spmd.errors import ClusterError
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "spmd")
@@ -34,8 +35,8 @@ def join(
     calls it first. Calling it again does nothing.
 
     Args:
-      world: the place of this process; None: read from the environment of `spmd launch`, SLURM,
-        Kubernetes, Open MPI, and others (`spmd.distributed.detect_cluster.detect`).
+      world: the place of this process; None: read from the environment that launchers set
+        (`spmd.distributed.detect_cluster.detect`).
       timeout: seconds until all processes must have arrived.
       limits: how long a phase may make no progress; None: $SPMD_STALL, or 60 s for a step and 1800
         s for any other phase.
@@ -102,10 +103,11 @@ def job_token() -> str:
 
 
 def was_restarted() -> bool:
-    """Return whether `spmd launch` or SLURM has started this process again after a failure or a
-    requeue: a run resumes from its checkpoint.
+    """Return whether `spmd launch`, SLURM or torchrun has started this process again, after a
+    failure or a requeue: a run resumes from its checkpoint.
     """
-    return any(os.environ.get(name, "0") != "0" for name in ("SPMD_ATTEMPT", "SLURM_RESTART_COUNT"))
+    names = ("SPMD_ATTEMPT", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return any(os.environ.get(name, "0") != "0" for name in names)
 
 
 def was_requeued() -> bool:

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from spmd.distributed.detect_cluster import join_address
 from spmd.distributed.messages import is_proof, proof_of, receive_message, send_message
+from spmd.distributed.world import join_address
 from spmd.errors import printable
 
 GREETING_SECONDS = 5.0  # for the lines before and after the bytes

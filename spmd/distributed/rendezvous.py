@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spmd.distributed.detect_cluster import World, free_port, join_address, resolve_address
 from spmd.distributed.links import Links, keep
 from spmd.distributed.messages import (
     MAX_LINE_BYTES,
@@ -29,6 +28,7 @@ from spmd.distributed.messages import (
     receive_message,
     send_message,
 )
+from spmd.distributed.world import World, free_port, join_address, resolve_address
 from spmd.errors import ClusterError, RendezvousTimeout, printable
 
 # Connections, besides one for each process, that may be open without a message.
@@ -116,7 +116,8 @@ class _Server:
             )
             raise RendezvousTimeout(
                 problem,
-                fix="another port; or end the process that has it, which may be an earlier run.",
+                fix="another port, such as SPMD_COORDINATOR=HOST:PORT in all processes; or end the "
+                "process that has it, which may be an earlier run.",
             ) from error
         self.listener.setblocking(False)
         self.selector = selectors.DefaultSelector()
@@ -316,6 +317,12 @@ def _connect(
             )
             proof = proof_of(world.token, nonce, message)
             send_message(connection, {**message, "nonce": nonce, "proof": proof})
+            # Process 0 answers when all have arrived; what listens there may be another program.
+            while time.monotonic() - began < timeout and not _has_answer(connection):
+                log(
+                    f"waiting for the answer of process 0 at {world.address} "
+                    f"({time.monotonic() - began:.0f} s of {timeout:g})"
+                )
             # process 0 knows who is missing, and has its timeout
             answer = receive_message(connection, began + timeout + LINGER) or {}
             # else it is from a process that does not know the token
@@ -333,3 +340,13 @@ def _connect(
                 f"waiting for process 0 at {world.address} ({logged_at - began:.0f} s of "
                 f"{timeout:g})"
             )
+
+
+def _has_answer(connection: socket.socket) -> bool:
+    """Return whether there is something to read, or the connection is closed, within 10 s."""
+    connection.settimeout(LOG_SECONDS)
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except TimeoutError:
+        return False
+    return True

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from spmd.distributed.detect_cluster import World
+from spmd.distributed.world import World
 from spmd.errors import ClusterError
 
 # in the home folder: 32 random bytes, created once, readable only by their owner

@@ -9,8 +9,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.distributed.detect_cluster import FIRST_PORT
 from spmd.distributed.launcher_protocol import DISAGREED, PEER, TERMINATED, USAGE
+from spmd.distributed.world import FIRST_PORT
 from spmd.errors import OptionError, import_extra, option
 from spmd.launch.settings import Settings, check_integer
 from spmd.launch.validation import (

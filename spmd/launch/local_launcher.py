@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.distributed.detect_cluster import free_port, visible_gpus
+from spmd.distributed.host_gpus import visible_gpus
 from spmd.distributed.launcher_protocol import chosen_stop_signals
+from spmd.distributed.world import free_port
 from spmd.errors import OptionError, in_python, option
 from spmd.launch.process_group import ProcessGroup, Stoppable, start_processes
 from spmd.launch.restart_policy import Attempt, read_records, run_with_restarts, summarize_attempt

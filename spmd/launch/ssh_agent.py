@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spmd.distributed.detect_cluster import free_port, visible_gpus
+from spmd.distributed.host_gpus import visible_gpus
+from spmd.distributed.world import free_port
 from spmd.errors import ClusterError
 from spmd.launch.local_launcher import remove_memory_folders, report_folder, worker_command
 from spmd.launch.process_group import ProcessGroup, start_processes

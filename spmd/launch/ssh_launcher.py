@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd.distributed.detect_cluster import join_address
 from spmd.distributed.launcher_protocol import PEER
+from spmd.distributed.world import join_address
 from spmd.errors import OptionError, printable
 from spmd.launch.hostfile import Host
 from spmd.launch.local_launcher import (

@@ -10,7 +10,7 @@ import sys
 RUN = """
 import sys
 from spmd.distributed import coordination
-from spmd.distributed.detect_cluster import World
+from spmd.distributed.world import World
 
 rank, address = int(sys.argv[1]), sys.argv[2]
 assert not coordination.is_initialized() and not coordination.backends_initialized()

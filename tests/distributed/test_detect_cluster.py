@@ -1,8 +1,13 @@
 """Rank and size of a process, from the environments that launchers set."""
 
+import logging
+import zlib
+
 import pytest
 
-from spmd.distributed.detect_cluster import World, detect, resolve_address, visible_gpus
+from spmd.distributed.detect_cluster import detect
+from spmd.distributed.host_gpus import visible_gpus
+from spmd.distributed.world import World, resolve_address
 from spmd.errors import ClusterError
 
 SLURM = {
@@ -30,6 +35,15 @@ TORCH = {
     "RANK": "3",
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "2",
+}
+AGENT = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+FLUX = {
+    "FLUX_JOB_ID": "41",
+    "FLUX_JOB_SIZE": "2",
+    "FLUX_JOB_NNODES": "1",
+    "FLUX_TASK_RANK": "1",
+    "FLUX_TASK_LOCAL_ID": "1",
 }
 PORT = 61440 + 4242 % 4096
 
@@ -160,7 +174,7 @@ PORT = 61440 + 4242 % 4096
             World(
                 1,
                 2,
-                f"127.0.0.1:{61440 + sum(b'prterun-vm-77@1') % 4096}",
+                f"127.0.0.1:{61440 + zlib.crc32(b'prterun-vm-77@1') % 4096}",
                 "Open MPI",
                 1,
                 2,
@@ -169,6 +183,79 @@ PORT = 61440 + 4242 % 4096
             ),
         ),
         (TORCH, World(3, 4, "10.0.0.1:29500", "WORLD_SIZE and RANK", 1, 2)),
+        # the agent of torchrun listens at MASTER_PORT
+        (
+            TORCH | AGENT,
+            World(
+                3,
+                4,
+                f"10.0.0.1:{61440 + zlib.crc32(b'29500 none') % 4096}",
+                "torchrun",
+                1,
+                2,
+                token="29500 none",
+            ),
+        ),
+        (
+            TORCH | AGENT | {"SPMD_COORDINATOR": "10.0.0.1:4000"},
+            World(3, 4, "10.0.0.1:4000", "torchrun", 1, 2, token="29500 none"),
+        ),
+        (
+            TORCH | AGENT | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
+            World(3, 4, "10.0.0.1:29500", "WORLD_SIZE and RANK", 1, 2),
+        ),
+        (
+            HYDRA | {"SPMD_COORDINATOR": "10.0.0.1:4000"},
+            World(3, 4, "10.0.0.1:4000", "Hydra", 1, 2),
+        ),
+        # its proxies are tasks of a step
+        (
+            SLURM | HYDRA | {"SPMD_COORDINATOR": "10.0.0.1:4000"},
+            World(3, 4, "10.0.0.1:4000", "Hydra", 1, 2, (4, 5, 6, 7)),
+        ),
+        (HYDRA | {"PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALNRANKS": "1"}, None),
+        (
+            FLUX,
+            World(1, 2, f"127.0.0.1:{61440 + zlib.crc32(b'41') % 4096}", "Flux", 1, 2, token="41"),
+        ),
+        (
+            FLUX | {"FLUX_JOB_NNODES": "2", "SPMD_COORDINATOR": "n1:4000"},
+            World(1, 2, "n1:4000", "Flux", 1, None, token="41"),
+        ),
+        (
+            {
+                "SKYPILOT_NUM_NODES": "2",
+                "SKYPILOT_NODE_RANK": "1",
+                "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+                "SKYPILOT_TASK_ID": "sky-1",
+            },
+            World(1, 2, f"10.0.0.1:{61440 + zlib.crc32(b'sky-1') % 4096}", "SkyPilot", 0, 1),
+        ),
+        (
+            {
+                "DSTACK_NODES_NUM": "2",
+                "DSTACK_NODE_RANK": "1",
+                "DSTACK_MASTER_NODE_IP": "10.0.0.1",
+                "DSTACK_RUN_NAME": "mild-cat-1",
+            },
+            World(1, 2, f"10.0.0.1:{61440 + zlib.crc32(b'mild-cat-1') % 4096}", "dstack", 0, 1),
+        ),
+        (
+            {
+                "LWS_GROUP_SIZE": "2",
+                "LWS_WORKER_INDEX": "1",
+                "LWS_LEADER_ADDRESS": "train-0.train.default",
+            },
+            World(
+                1,
+                2,
+                f"train-0.train.default:{61440 + zlib.crc32(b'train-0.train.default') % 4096}",
+                "LeaderWorkerSet",
+                0,
+                1,
+            ),
+        ),
+        ({"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}, None),
         (
             TORCH | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"},
             World(3, 4, "10.0.0.1:29500", "WORLD_SIZE and RANK", 1, 2, (2, 3)),
@@ -197,6 +284,18 @@ def test_detect(environment, expected):
             "does not know where process 0 is.\n    fix: mpirun -x SPMD_COORDINATOR=HOST:PORT",
         ),
         (
+            HYDRA,
+            "does not know where process 0 is.\n    fix: mpiexec -genv SPMD_COORDINATOR HOST:PORT",
+        ),
+        (
+            FLUX | {"FLUX_JOB_NNODES": "2"},
+            "does not know where process 0 is.\n    fix: flux run --env=SPMD_COORDINATOR=HOST:PORT",
+        ),
+        (
+            {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"},
+            "SkyPilot: SKYPILOT_NODE_IPS is not set.",
+        ),
+        (
             TORCH | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
             "3 GPUs cannot be shared equally by 2 processes of a host.\n    fix: as many processes "
             "as GPUs",
@@ -218,6 +317,59 @@ def test_inconsistent_environment_is_refused(environment, message):
     with pytest.raises(ClusterError) as caught:
         detect(environment)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "a launcher of PyTorch .*MASTER_ADDR, MASTER_PORT not"),
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX .*JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID not set"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "an MPI launcher .PMI. .*MPI_LOCALNRANKS not set"),
+        ({"PMI_RANK": "0"}, "PMI_RANK=0: an MPI launcher"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0: an MPI launcher"),
+        ({"MV2_COMM_WORLD_SIZE": "2"}, "MVAPICH2"),
+        ({"PALS_RANKID": "1"}, "Cray PALS"),
+        ({"JSM_NAMESPACE_SIZE": "2"}, "jsrun"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "Kubernetes .*SPMD_PROCESSES, SPMD_COORDINATOR not set"),
+    ],
+)
+def test_processes_of_unknown_launchers_do_not_train_alone(environment, launcher):
+    with pytest.raises(ClusterError, match=launcher) as caught:
+        detect(environment)
+    assert "each would train alone" in str(caught.value)
+    # both of its fixes
+    assert detect(environment | {"SPMD_PROCESSES": "1"}) is None
+    by_hand = {"SPMD_PROCESSES": "2", "SPMD_PROCESS": "1", "SPMD_COORDINATOR": "10.0.0.1:4000"}
+    assert detect(environment | by_hand) == World(1, 2, "10.0.0.1:4000", "spmd launch")
+
+
+def test_node_whose_name_does_not_resolve_has_the_address_that_slurm_uses(tmp_path):
+    nodes = SLURM | {"SLURM_STEP_NODELIST": "gpu[07-08].invalid", "PATH": f"{tmp_path}:/bin"}
+    assert detect(nodes).host == "gpu07.invalid"
+    tool = tmp_path / "scontrol"
+    tool.write_text(
+        '#!/bin/sh\n[ "$*" = "show node --oneliner gpu07.invalid" ] && echo "NodeName=gpu07 '
+        'NodeAddr=10.1.0.7 NodeHostName=gpu07"\n'
+    )
+    tool.chmod(0o755)
+    assert detect(nodes).address == f"10.1.0.7:{PORT}"
+    assert detect(nodes | {"SLURM_STEP_NODELIST": "localhost,gpu08"}).host == "localhost"
+    assert detect(nodes | {"SPMD_COORDINATOR": "n7:4000"}).address == "n7:4000"
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "JAX_NUM_PROCESSES", "PMI_SIZE"])
+def test_a_launcher_of_one_process_is_no_sign(name):
+    assert detect({name: "1"}) is None
+
+
+def test_tasks_of_slurm_outside_of_a_step_are_reported(caplog):
+    job = {"SLURM_JOB_ID": "977", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
+    with caplog.at_level(logging.WARNING, "spmd"):
+        assert detect(job) is None
+        assert detect({"SLURM_JOB_ID": "978", "SLURM_NTASKS": "1"}) is None
+    [record] = caplog.records
+    assert "SLURM job 977 has 8 tasks on 2 nodes" in record.getMessage()
+    assert "srun python train.py" in record.getMessage()
 
 
 def test_visible_gpus_are_counted_by_nvidia_smi(tmp_path):

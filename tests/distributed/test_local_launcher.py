@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launched import JOB, launch
 
-from spmd.distributed.detect_cluster import free_port
+from spmd.distributed.world import free_port
 from spmd.launch.local_launcher import forward_signals
 from spmd.launch.process_group import ProcessGroup
 from tests.processes import environment, handled_by

@@ -4,7 +4,8 @@ addresses.
 
 import pytest
 
-from spmd.distributed.detect_cluster import FIRST_PORT, PORTS, detect
+from spmd.distributed.detect_cluster import detect
+from spmd.distributed.world import FIRST_PORT, PORTS
 
 ALONE = None
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from spmd.distributed import messages, rendezvous
-from spmd.distributed.detect_cluster import World, resolve_address
 from spmd.distributed.rendezvous import ProcessInfo
+from spmd.distributed.world import World, resolve_address
 from spmd.errors import ClusterError, RendezvousTimeout
 
 FACTS = {"jax": "0.10.2", "Python": "3.11"}
@@ -217,6 +217,24 @@ def test_process_0_that_never_listens_times_out(port, clock):
         rendezvous.wait_for_all(*process(port, 1, 2), timeout=25.0, log=logged.append)
     assert logged == [
         f"waiting for process 0 at 127.0.0.1:{port} ({spent} s of 25)" for spent in (10, 20)
+    ]
+
+
+def test_a_program_that_never_answers_is_named_while_it_is_waited_for(port, monkeypatch, clock):
+    """Such as the store of torchrun's agent, if it listens where process 0 should."""
+    monkeypatch.setattr(rendezvous, "LOG_SECONDS", 0.01)
+    world, info = process(port, 1, 2)
+    lines = []
+
+    def log(line):
+        lines.append(line)
+        clock.sleep(10)
+
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(RendezvousTimeout):
+        rendezvous.wait_for_all(world, info, timeout=30.0, log=log)
+    assert lines[:3] == [
+        f"waiting for the answer of process 0 at 127.0.0.1:{port} ({seconds} s of 30)"
+        for seconds in (0, 10, 20)
     ]
 
 

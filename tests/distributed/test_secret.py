@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from spmd.distributed.detect_cluster import World
 from spmd.distributed.secret import FILE, user_secret, with_token
+from spmd.distributed.world import World
 from spmd.errors import ClusterError
 
 SLURM = World(0, 4, "node1:61445", "SLURM job 23", 0, 2, token="23.0")

@@ -13,8 +13,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from spmd.distributed.detect_cluster import World, detect, free_port
+from spmd.distributed.detect_cluster import detect
 from spmd.distributed.launcher_protocol import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
+from spmd.distributed.world import World, free_port
 from spmd.errors import OptionError
 from spmd.launch.cli import main
 from spmd.launch.kubernetes import KubernetesJob, manifest

@@ -1,0 +1,59 @@
+"""Train a small model in the processes that an engine starts, and print a hash of its weights."""
+
+import argparse
+import hashlib
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import spmd
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, help="of the run")
+    parser.add_argument("--kill", action="store_true", help="process 1, once, after step 12")
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    steps_here = itertools.count()
+
+    def watch(info):
+        if next(steps_here) == 0:
+            print(f"FIRST {info.step} in process {jax.process_index()}", flush=True)
+        was_killed = options.folder / "was-killed"
+        if options.kill and jax.process_index() == 1 and info.step == 12:
+            if not was_killed.exists():
+                was_killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    random = np.random.default_rng(0)
+    data = {
+        "x": random.normal(size=(144, 6)).astype("float32"),
+        "y": random.integers(0, 4, 144).astype("int32"),
+    }
+    result = spmd.fit(
+        lambda: nnx.Linear(6, 4, rngs=nnx.Rngs(0)),
+        data,
+        batch_size=32,
+        steps=20,
+        loss=spmd.losses.cross_entropy,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        checkpoint=spmd.Checkpoint(options.folder / "run", every=5),
+        # without it: a process that an engine has started again resumes, too
+        resume=options.resume,
+        callbacks=[watch],
+        progress=False,
+    )
+    weights = [np.asarray(leaf) for leaf in jax.tree.leaves(result.state.params)]
+    digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in weights)).hexdigest()
+    print(f"HASH {digest[:16]} in process {jax.process_index()} of {jax.process_count()}")
+
+
+if __name__ == "__main__":
+    main()
