@@ -186,7 +186,7 @@ def read_slurm(environ: Environ) -> World | None:
     size = _number(environ, "SLURM_STEP_NUM_TASKS", source)
     local_rank = _number(environ, "SLURM_LOCALID", source)
     node = _number(environ, "SLURM_NODEID", source)
-    per_node = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+    per_node = task_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
     local_size = per_node[min(node, len(per_node) - 1)]
     host = "127.0.0.1"
     if local_size != size:
@@ -352,18 +352,18 @@ def _node_address(environ: Environ, node: str) -> str:
     return node
 
 
-def _counts(text: str) -> list[int]:
-    """The number of tasks on each node, as SLURM writes it.
+def task_counts(text: str) -> list[int]:
+    """Numbers of tasks or CPUs of each node, as SLURM writes them.
 
-    >>> _counts("4(x2),2")
-    [4, 4, 2]
+    >>> task_counts("4(x2),2"), task_counts("")
+    ([4, 4, 2], [])
     """
     counts = []
-    for part in text.split(","):
+    for part in filter(None, text.split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise ClusterError(
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read.", fix="such as 4(x2),2."
+                f"SLURM's numbers for each node, {text!r}, cannot be read.", fix="such as 4(x2),2."
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts

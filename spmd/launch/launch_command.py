@@ -81,6 +81,14 @@ OPTIONS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
             "help": "another sbatch option, such as constraint=a100; repeatable",
         },
     },
+    (SLURM, SRUN): {
+        "--srun-option": {
+            "action": "append",
+            "metavar": "OPTION",
+            "help": "an option of the srun that starts the processes, such as "
+            "container-image=train.sqsh of pyxis; repeatable",
+        },
+    },
     (KUBERNETES,): {
         "--image": {"help": "container image with Python, spmd and the script"},
         "--namespace": {"help": "namespace of the job"},
@@ -209,7 +217,7 @@ def _launch(options: argparse.Namespace) -> int | str:
     if mode == SRUN:
         from spmd.launch import srun
 
-        return srun.launch(argv, settings, _log)
+        return srun.launch(argv, settings, _log, options=_with_dashes(options.srun_option))
     launchers = {
         HERE: _launch_here,
         HOSTS: _launch_on_hosts,
@@ -288,12 +296,14 @@ def _launch_slurm(
 ) -> int | str:
     from spmd.launch.slurm import SlurmJob, script, submit
 
-    extra = []
-    for option in options.sbatch or ():
-        if not option.startswith("-"):
-            option = f"--{option}"
-        extra.append(option)
-    job = _config(SlurmJob, options, env=_variables(options), extra=tuple(extra), settings=settings)
+    job = _config(
+        SlurmJob,
+        options,
+        env=_variables(options),
+        extra=_with_dashes(options.sbatch),
+        srun_options=_with_dashes(options.srun_option),
+        settings=settings,
+    )
     if options.dry_run:
         return script(argv, job)
     return submit(argv, job)
@@ -307,6 +317,11 @@ def _launch_kubernetes(argv: Sequence[str], options: argparse.Namespace, setting
     return manifest(
         argv, _config(KubernetesJob, options, env=_variables(options), settings=settings)
     )
+
+
+def _with_dashes(options: Sequence[str] | None) -> tuple[str, ...]:
+    """Options of another program, which may be typed without their dashes."""
+    return tuple(text if text.startswith("-") else f"--{text}" for text in options or ())
 
 
 def _variables(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:

@@ -15,10 +15,12 @@ from spmd.distributed.launcher_protocol import TERMINATED
 from spmd.errors import OptionError, option
 from spmd.launch.local_launcher import MOST, check_script
 from spmd.launch.settings import Settings, check_integer
+from spmd.launch.srun import check_srun_options
 from spmd.launch.validation import (
     check_environment_variables,
     check_pattern,
     check_printable,
+    check_scheduler_option,
     check_script_args,
     script_name,
 )
@@ -47,6 +49,7 @@ OTHERS = (
     "--open-mode",
     "--wrap",
 )
+SHORT = ("-J", "-N", "-n", "-c", "-t", "-p", "-A", "-o")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,8 @@ class SlurmJob:
       output: file for the output, such as "runs/%j.log".
       requeue: whether a job that has saved after SIGTERM is requeued.
       extra: other sbatch options, such as "--constraint=a100".
+      srun_options: options of the `srun` that starts the processes, such as
+        "--container-image=nvcr.io/nvidia/jax:26.10" of pyxis.
       env: environment variables of all processes, as pairs.
       python: the interpreter, at the same path on all nodes; None: this one.
       settings: how processes are started.
@@ -94,6 +99,7 @@ class SlurmJob:
     output: str | None = None
     requeue: bool = False
     extra: tuple[str, ...] = ()
+    srun_options: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     python: str | None = None
     settings: Settings = dataclasses.field(default_factory=Settings)
@@ -137,26 +143,16 @@ class SlurmJob:
         self._check_extra()
 
     def _check_extra(self) -> None:
-        """Refuse sbatch options that repeat or contradict the options of this class."""
-        short = ("-J", "-N", "-n", "-c", "-t", "-p", "-A", "-o")
+        """Refuse options of sbatch and srun that repeat or contradict the options of this class."""
         for extra in self.extra:
-            check_printable("sbatch", extra)
-            name = re.split(r"[=\s]", extra)[0]
-            if name == "--array" or name[:2] == "-a":
+            if re.match(r"--array\b|-a", extra):
                 raise OptionError(
                     f'sbatch option "{extra}" starts independent jobs.',
                     fix="--nodes, or submit each job separately.",
                 )
-            if name in (*FIELDS, *OTHERS) or name[:2] in short:
-                raise OptionError(
-                    f'sbatch option "{extra}": {name} has its own option here, or is already set.',
-                    fix="leave it out.",
-                )
-            if not re.fullmatch(r"--[a-z][a-z-]*|-[A-Za-z]", name):
-                raise OptionError(
-                    f'sbatch option "{extra}".',
-                    fix="as sbatch expects it, such as --constraint=a100.",
-                )
+            taken = (*FIELDS, *OTHERS, *SHORT)
+            check_scheduler_option("sbatch", extra, taken, "--constraint=a100")
+        check_srun_options(self.srun_options)
 
     @property
     def tasks(self) -> int:
@@ -211,8 +207,9 @@ def script(argv: Sequence[str], config: SlurmJob) -> str:
     options["--signal"] = f"TERM@{config.grace}"
     lines = [f"#SBATCH {option}={value}" for option, value in options.items() if value is not None]
     python = config.python or sys.executable
-    words = [python, "-m", "spmd", "launch", "--srun", *_launch_options(config.settings), *argv]
-    launch = shlex.join(words)
+    options_of_srun = [f"--srun-option={text}" for text in config.srun_options]
+    words = [python, "-m", "spmd", "launch", "--srun", *options_of_srun]
+    launch = shlex.join([*words, *_launch_options(config.settings), *argv])
     # With exec no shell stands between SLURM and the launcher.
     ending = f"exec {launch}"
     if config.requeue:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from spmd.distributed.coordination import SHUTDOWN_TIMEOUT
 from spmd.distributed.launcher_protocol import TERMINATED
+from spmd.distributed.launchers import task_counts
 from spmd.errors import OptionError
 from spmd.launch.local_launcher import (
     attempt_environment,
@@ -29,9 +30,18 @@ from spmd.launch.restart_policy import (
     summarize_attempt,
 )
 from spmd.launch.settings import Settings
+from spmd.launch.validation import check_scheduler_option
 
 # seconds from the first exit to the last: processes exit on their own, and log why
 WAIT = SHUTDOWN_TIMEOUT + 60
+# that are set here, or by an option of `spmd launch`
+TAKEN = (
+    *("--label", "--export", "--kill-on-bad-exit", "--wait", "--cpus-per-task"),
+    *("--nodes", "--ntasks", "--ntasks-per-node", "--multi-prog", "--pty"),
+    *("-l", "-K", "-W", "-c", "-N", "-n"),
+)
+# of a process, at which a message says how to get more: one core, of one or two threads
+FEW_CPUS = 2
 # In the working folder, which all nodes share; /tmp is each node's own.
 REPORTS = ".spmd"
 
@@ -41,12 +51,18 @@ def launch(
     settings: Settings,
     log: Callable[[str], None],
     environ: Mapping[str, str] = os.environ,
+    options: Sequence[str] = (),
 ) -> int:
     """Like `local_launcher.launch`, in all tasks of this allocation, which `environ` describes.
 
+    Args:
+      options: of srun, such as "--container-image=nvcr.io/nvidia/jax:26.10" of pyxis.
+
     Raises:
-      OptionError: this is not inside an allocation, or there is no such script.
+      OptionError: this is not inside an allocation, or there is no such script; or options of srun
+        that are set here.
     """
+    check_srun_options(options)
     job = environ.get("SLURM_JOB_ID", "")
     if not re.fullmatch(r"\d+", job):
         raise OptionError(
@@ -58,13 +74,20 @@ def launch(
         raise OptionError(
             "stall has no effect on a single process.", fix="leave it out, or use 2 tasks."
         )
+    cpus = _cpus_per_task(environ)
+    if cpus is not None and cpus <= FEW_CPUS:
+        log(
+            f"each process has {cpus} of its node's CPUs, on which it reads data and feeds its "
+            "devices. For more: spmd launch --slurm --cpus 8, or salloc --cpus-per-task=8"
+        )
+    step = command(argv, environ, options)
     return run_with_restarts(
-        lambda times: _attempt(argv, settings, times, job, environ, log), settings.max_restarts, log
+        lambda times: _attempt(step, settings, times, job, environ, log), settings.max_restarts, log
     )
 
 
 def _attempt(
-    argv: Sequence[str],
+    step: Sequence[str],
     settings: Settings,
     times: Sequence[float],
     job: str,
@@ -97,9 +120,7 @@ def _attempt(
 
             with (
                 forward_signals(group, send),
-                start_processes(
-                    {ALL: (command(argv, environ), step_environ)}, lambda _: "", group=group
-                ),
+                start_processes({ALL: (step, step_environ)}, lambda _: "", group=group),
             ):
                 try:
                     codes = group.wait(settings.grace, send)
@@ -117,15 +138,41 @@ def _attempt(
             reports.rmdir()
 
 
-def command(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+def check_srun_options(options: Sequence[str]) -> None:
+    """Refuse options of srun that are set here.
+
+    Raises:
+      OptionError: such an option, or what is none.
+    """
+    for text in options:
+        check_scheduler_option("srun", text, TAKEN, "--container-image=train.sqsh")
+
+
+def command(
+    argv: Sequence[str], environ: Mapping[str, str], options: Sequence[str] = ()
+) -> list[str]:
     """The `srun` command, with the CPUs of each task in this allocation."""
     # A site may set --kill-on-bad-exit or a short --wait, which would kill the others before they
     # can say why they exit.
-    options = ["--label", "--export=ALL", "--kill-on-bad-exit=0", f"--wait={WAIT}"]
-    if cpus := environ.get("SLURM_CPUS_PER_TASK"):
-        # since SLURM 22.05 srun does not take it over from the allocation
-        options.append(f"--cpus-per-task={cpus}")
-    return ["srun", *options, *worker_command(argv)]
+    words = ["srun", "--label", "--export=ALL", "--kill-on-bad-exit=0", f"--wait={WAIT}"]
+    if cpus := _cpus_per_task(environ):
+        # Since SLURM 22.05 srun does not take it over from the allocation; without it, a task of
+        # srun has one core, also where a node has been allocated as a whole.
+        words.append(f"--cpus-per-task={cpus}")
+    return [*words, *options, *worker_command(argv)]
+
+
+def _cpus_per_task(environ: Mapping[str, str]) -> int | None:
+    """The CPUs of each task: those that were asked for, or else an equal share of those that the
+    allocation has on each node; None if that is not known.
+    """
+    if asked := environ.get("SLURM_CPUS_PER_TASK"):
+        return int(asked)
+    cpus = task_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    tasks = task_counts(environ.get("SLURM_TASKS_PER_NODE", ""))
+    if not cpus or len(cpus) != len(tasks):
+        return None
+    return min(of_node // max(here, 1) for of_node, here in zip(cpus, tasks, strict=True)) or None
 
 
 def _exit_code(code: int) -> int:

@@ -86,6 +86,29 @@ def check_environment_variables(
     return checked
 
 
+def check_scheduler_option(program: str, text: str, taken: Iterable[str], example: str) -> None:
+    """Refuse an option of `sbatch` or `srun` that this library sets itself, or that is none.
+
+    Args:
+      program: "sbatch" or "srun".
+      text: such as "--constraint=a100".
+      taken: options that have their own option here, or are already set: long ones, and short ones
+        of one letter.
+      example: of an option.
+    """
+    check_printable(program, text)
+    name = re.split(r"[=\s]", text)[0]
+    if name in taken or (not name.startswith("--") and name[:2] in taken):
+        raise OptionError(
+            f'{program} option "{text}": {name} has its own option here, or is already set.',
+            fix="leave it out.",
+        )
+    if not re.fullmatch(r"--[a-z][a-z-]*|-[A-Za-z]", name):
+        raise OptionError(
+            f'{program} option "{text}".', fix=f"as {program} expects it, such as {example}."
+        )
+
+
 def script_name(words: Iterable[str]) -> str:
     """The default name of a job: the script without folder and suffix, or the last part of a
     module's name.

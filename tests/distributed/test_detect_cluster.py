@@ -309,7 +309,7 @@ def test_detect(environment, expected):
         ),
         (
             SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4x2"},
-            "SLURM_STEP_TASKS_PER_NODE='4x2' cannot be read.",
+            "SLURM's numbers for each node, '4x2', cannot be read.",
         ),
     ],
 )

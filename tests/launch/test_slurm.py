@@ -5,6 +5,7 @@ start real processes.
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -339,6 +340,16 @@ def test_sbatch_script():
             'sbatch option "nodes".\n    fix: as sbatch expects it, such as --constraint=a100.',
         ),
         ({"extra": ("--a\n--b",)}, r"sbatch='--a\n--b'."),
+        (
+            {"srun_options": ("--label",)},
+            'srun option "--label": --label has its own option here, or is already set.',
+        ),
+        ({"srun_options": ("-n9",)}, 'srun option "-n9": -n9 has its own option here'),
+        (
+            {"srun_options": ("container",)},
+            'srun option "container".\n    fix: as srun expects it, such as --container-image',
+        ),
+        ({"srun_options": ("--a\n--b",)}, r"srun='--a\n--b'."),
         ({"env": (("A B", "x"),)}, "env='A B'.\n    fix: NAME=VALUE"),
         ({"env": (("A", "x\ny"),)}, r"env A='x\ny'."),
         ({"env": (("A", "x"), ("A", "y"))}, "env A is given twice: 'x' and 'y'."),
@@ -415,6 +426,29 @@ def test_bad_options_are_reported(words, message, capsys, monkeypatch, tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["launch", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_options_of_srun_reach_it(capsys, tmp_path, monkeypatch):
+    words = ["--srun-option", "container-image=train.sqsh", "--srun-option=--mpi=none"]
+    assert main(["launch", "--slurm", "--dry-run", *words, __file__]) == 0
+    script = capsys.readouterr().out
+    line = next(line for line in script.splitlines() if " -m spmd launch " in line)
+    passed = ["--srun-option=--container-image=train.sqsh", "--srun-option=--mpi=none"]
+    assert shlex.split(line)[4:8] == ["launch", "--srun", *passed]
+
+    # as the script runs it
+    shown = tmp_path / "shown"
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/sh\necho "$@" > {shown}\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "2(x2)")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1(x2)")
+    main(["launch", "--srun", *passed, __file__])
+    assert " --cpus-per-task=2 --container-image=train.sqsh --mpi=none " in shown.read_text()
+    assert "each process has 2 of its node's CPUs" in capsys.readouterr().err
 
 
 def test_sbatch_options_with_and_without_dashes(capsys):
@@ -505,6 +539,11 @@ def test_srun_command():
         "--wait=360",
     ]
     assert "--cpus-per-task=12" in command(["train.py"], {"SLURM_CPUS_PER_TASK": "12"})
+    # an equal share of what the allocation has, on the smallest node
+    nodes = {"SLURM_JOB_CPUS_PER_NODE": "64(x2),32", "SLURM_TASKS_PER_NODE": "8(x3)"}
+    assert "--cpus-per-task=4" in command(["train.py"], nodes)
+    container = command(["train.py"], {}, ("--container-image=train.sqsh",))
+    assert container[5] == "--container-image=train.sqsh"
     assert command(["train.py", "--x"], {})[-3:] == ["spmd.launch.runner", "train.py", "--x"]
 
 
