@@ -1,4 +1,4 @@
-"""Detect this process's place among several, or refuse to train alone by mistake."""
+"""Detect the rank of this process among several, or refuse to train alone by mistake."""
 
 import dataclasses
 import functools
@@ -11,37 +11,46 @@ from spmd.distributed.world import World
 from spmd.errors import ClusterError
 
 JOINING = "SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each process"
-ALONE = "SPMD_PROCESSES=1 where each process is to train alone"
+ALONE = "SPMD_PROCESSES=1 if this process is to train alone"
+# of the shell that salloc starts on the first node, where a site has it so: a step of one task
+INTERACTIVE_STEP = "4294967290"
 
 
 @dataclasses.dataclass(frozen=True)
 class Sign:
-    """A variable that says that a launcher has started several processes.
+    """A variable from which it follows that a launcher may have started several processes.
 
     Attributes:
       variable: its name.
-      launcher: that sets it.
-      is_size: its value is the number of processes, and 1 says that this is the only one.
-      needs: variables of this launcher that `launchers.py` reads.
+      launcher: the launcher that sets it.
+      size: the variable that has the number of processes, if there is one.
+      needs: what `launchers.py` reads besides.
     """
 
     variable: str
     launcher: str
-    is_size: bool
+    size: str | None = None
     needs: tuple[str, ...] = ()
 
 
+MPI = "an MPI launcher"
+JAX_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 SIGNS = (
-    Sign("WORLD_SIZE", "a launcher of PyTorch", True, ("MASTER_ADDR", "MASTER_PORT", "RANK")),
-    Sign("JAX_NUM_PROCESSES", "JAX", True, ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID")),
-    Sign("PMI_SIZE", "an MPI launcher (PMI)", True, ("MPI_LOCALNRANKS",)),
-    Sign("PMI_RANK", "an MPI launcher (PMI)", False, ("MPI_LOCALNRANKS",)),
-    Sign("PMIX_RANK", "an MPI launcher (PMIx)", False, ("OMPI_COMM_WORLD_SIZE",)),
-    Sign("MV2_COMM_WORLD_SIZE", "MVAPICH2", True),
-    Sign("PALS_RANKID", "Cray PALS", False),
-    Sign("JSM_NAMESPACE_SIZE", "jsrun", True),
+    Sign("SPMD_PROCESS", "spmd launch", None, ("SPMD_PROCESSES",)),
+    Sign("WORLD_SIZE", "PyTorch's launcher", "WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT", "RANK")),
+    # of Kubeflow and others, for a torchrun that has not been called
+    Sign("PET_NNODES", "a launcher of torchrun", "PET_NNODES"),
+    Sign("JAX_NUM_PROCESSES", "JAX's launcher", "JAX_NUM_PROCESSES", JAX_VARIABLES),
+    Sign("JAX_PROCESS_ID", "JAX's launcher", "JAX_NUM_PROCESSES", JAX_VARIABLES),
+    Sign("PMI_SIZE", MPI, "PMI_SIZE"),
+    Sign("PMI_RANK", MPI, "PMI_SIZE"),
+    Sign("PMI_ID", MPI, "PMI_SIZE"),
+    Sign("PMIX_RANK", MPI, "PMI_SIZE"),
+    Sign("PALS_RANKID", MPI, "PMI_SIZE"),
+    Sign("MV2_COMM_WORLD_SIZE", "MVAPICH2", "MV2_COMM_WORLD_SIZE"),
+    Sign("JSM_NAMESPACE_SIZE", "jsrun", "JSM_NAMESPACE_SIZE"),
     # An Indexed Job and each Job of a JobSet set it, without the number of pods.
-    Sign("JOB_COMPLETION_INDEX", "Kubernetes", False, ("SPMD_PROCESSES", "SPMD_COORDINATOR")),
+    Sign("JOB_COMPLETION_INDEX", "Kubernetes", None, ("SPMD_PROCESSES", "SPMD_COORDINATOR")),
 )
 
 
@@ -49,7 +58,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
     """Read the environment that launchers set; None: this is the only process.
 
     Each launcher has a reader in `launchers.py`, of which the first that finds its variables
-    decides. SPMD_PROCESSES=1 says that this process trains alone.
+    decides. SPMD_COORDINATOR replaces the address, and SPMD_TOKEN the secret. SPMD_PROCESSES=1 says
+    that this process trains alone. An empty variable counts as unset.
 
     Raises:
       ClusterError: variables are missing, are not numbers, or contradict each other; or a launcher
@@ -62,47 +72,53 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
       >>> print(world)
       process 1 of 2 (spmd launch), process 0 at 127.0.0.1:4000
     """
+    environ = {name: value for name, value in environ.items() if value.strip()}
     if environ.get("SPMD_PROCESSES") == "1":
         return None
     world = next((world for read in READERS if (world := read(environ)) is not None), None)
     if world is None:
         _refuse_signs(environ)
-        _warn_outside_of_steps(
-            environ.get("SLURM_JOB_ID", ""),
-            environ.get("SLURM_NTASKS", "1"),
-            environ.get("SLURM_JOB_NUM_NODES", "1"),
-        )
+    if world is None or world.size == 1:
+        if environ.get("SLURM_STEP_ID", INTERACTIVE_STEP) == INTERACTIVE_STEP:
+            _warn_of_idle_tasks(
+                environ.get("SLURM_JOB_ID", ""),
+                environ.get("SLURM_NTASKS", "1"),
+                environ.get("SLURM_JOB_NUM_NODES", "1"),
+            )
         return None
-    if world.size == 1:
-        return None
-    return dataclasses.replace(world, token=environ.get("SPMD_TOKEN", world.token))
+    return dataclasses.replace(
+        world,
+        address=environ.get("SPMD_COORDINATOR", world.address),
+        token=environ.get("SPMD_TOKEN", world.token),
+    )
 
 
 def _refuse_signs(environ: Mapping[str, str]) -> None:
-    """Raise if a launcher has started several processes, which would each train alone."""
+    """Raise if a launcher has started several processes, all of which would train alone."""
     for sign in SIGNS:
-        value = environ.get(sign.variable)
-        if value is None or (sign.is_size and value == "1"):
+        if sign.variable not in environ or environ.get(sign.size or "") == "1":
             continue
+        value = environ[sign.variable]
         missing = [name for name in sign.needs if name not in environ]
-        reason = f" ({', '.join(missing)} not set)" if missing else ""
+        reason = f": {', '.join(missing)} not set" if missing else ""
         raise ClusterError(
-            f"{sign.variable}={value}: {sign.launcher} has started this process as one of several, "
-            f"and spmd does not know where the others are{reason}: each would train alone.",
+            f"{sign.variable}={value}, so {sign.launcher} may have started several processes, and "
+            f"spmd cannot connect them{reason}. All would train alone.",
             fix=f"{JOINING}; or {ALONE}.",
         )
 
 
 @functools.cache
-def _warn_outside_of_steps(job: str, tasks: str, nodes: str) -> None:
-    """Warn of tasks and nodes of a SLURM job that do nothing, since this process is in no step of
-    `srun`.
+def _warn_of_idle_tasks(job: str, tasks: str, nodes: str) -> None:
+    """Warn of tasks and nodes of a SLURM job that do nothing, since this process is outside of a
+    step of srun.
     """
     if not job or tasks == nodes == "1":
         return
     logging.getLogger("spmd").warning(
-        "SLURM job %s has %s tasks on %s nodes, and this process is in no step of srun: it trains "
-        "alone, on one node. To train on all: srun python train.py.",
+        "SLURM job %s has tasks: %s, nodes: %s, and this process trains alone, outside of srun. To "
+        "train in all tasks: srun python train.py. If the tasks were meant as CPUs of one process: "
+        "--cpus-per-task instead of --ntasks.",
         job,
         tasks,
         nodes,

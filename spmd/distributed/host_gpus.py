@@ -45,7 +45,7 @@ def share_gpus(
     """This process's equal share of the GPUs that all processes of a host see; None if each sees
     only its own, or none are visible.
     """
-    if local_size == 1:
+    if local_size == 1 or environ.get("JAX_PLATFORMS") == "cpu":
         return None
     visible = len(visible_gpus(environ))
     if visible < local_size:

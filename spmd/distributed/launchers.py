@@ -1,4 +1,4 @@
-"""What launchers tell a process about its place, in environment variables."""
+"""Read rank, size and address from the environment variables that launchers set."""
 
 import contextlib
 import dataclasses
@@ -80,7 +80,7 @@ def read_torchrun(environ: Environ) -> World | None:
         return world
     # Torchrun itself listens at MASTER_PORT.
     job = f"{world.port} {environ['TORCHELASTIC_RUN_ID']}"
-    address = environ.get("SPMD_COORDINATOR") or join_address(world.host, _port(job))
+    address = join_address(world.host, _port(job))
     return dataclasses.replace(world, address=address, source="torchrun", token=job)
 
 
@@ -97,7 +97,7 @@ def read_torch(environ: Environ) -> World | None:
     return World(
         rank=_number(environ, "RANK", source),
         size=_number(environ, "WORLD_SIZE", source),
-        address=f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+        address=join_address(environ["MASTER_ADDR"], environ["MASTER_PORT"]),
         source=source,
         local_rank=local_rank,
         local_size=local_size,
@@ -126,7 +126,8 @@ def read_open_mpi(environ: Environ) -> World | None:
 
 def read_hydra(environ: Environ) -> World | None:
     """Read the variables of Hydra, the `mpiexec` of MPICH, Intel MPI and MVAPICH."""
-    if "MPI_LOCALNRANKS" not in environ:
+    # with -pmi-port the others are not there, and `detect_cluster.py` refuses it
+    if not all(name in environ for name in ("MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK")):
         return None
     source = "Hydra"
     size = _number(environ, "PMI_SIZE", source)
@@ -196,11 +197,10 @@ def read_slurm(environ: Environ) -> World | None:
     local_devices = None
     if not _has_own_gpus(environ):
         local_devices = share_gpus(environ, local_rank, local_size)
-    address = f"{host}:{FIRST_PORT + (job + step) % PORTS}"
     return World(
         rank=rank,
         size=size,
-        address=environ.get("SPMD_COORDINATOR") or address,
+        address=join_address(host, FIRST_PORT + (job + step) % PORTS),
         source=source,
         local_rank=local_rank,
         local_size=local_size,
@@ -215,27 +215,28 @@ def read_nodes(environ: Environ) -> World | None:
         if environ.get(size_name, "1") == "1":
             continue
         host = _required(environ, hosts_name, source).split()[0]
-        port = _port(environ.get(job_name, ""))
+        job = environ.get(job_name, "")
         return World(
             rank=_number(environ, rank_name, source),
             size=_number(environ, size_name, source),
-            address=environ.get("SPMD_COORDINATOR") or join_address(host, port),
+            address=join_address(host, _port(job)),
             source=source,
             local_rank=0,
             local_size=1,
+            token=job,
         )
     return None
 
 
-# Tried in this order: torchrun, Hydra, Open MPI and Flux may start processes inside a SLURM step
-# that is not theirs, and any of these inside a node of the last ones.
+# Tried in this order: MPI and torchrun may be started by Flux, SLURM or one of the last ones, whose
+# variables their processes still have; and Flux by Hydra.
 READERS = (
     read_spmd,
     read_jax,
     read_torchrun,
     read_open_mpi,
-    read_hydra,
     read_flux,
+    read_hydra,
     read_slurm,
     read_torch,
     read_nodes,
@@ -254,23 +255,27 @@ def _of_one_host(
     option: str,
 ) -> World:
     """A process of a launcher that does not say where process 0 is: on this host, if all are here
-    and the job has a name; otherwise $SPMD_COORDINATOR says it, which is set by `option`.
+    and the job has a name; otherwise `option` has to say it.
     """
-    address = environ.get("SPMD_COORDINATOR")
-    if not address:
-        if size > 1 and (local_size != size or not job):
-            raise ClusterError(
-                f"{source}: process {rank} of {size} does not know where process 0 is.",
-                fix=f"{option}, the first host's address and a free port.",
-            )
-        address = f"127.0.0.1:{_port(job)}"
+    is_one_host = size == 1 or (local_size == size and job != "")
+    if not is_one_host and "SPMD_COORDINATOR" not in environ:
+        raise ClusterError(
+            f"{source}: process {rank} of {size} does not know where process 0 is.",
+            fix=f"{option}: an address of process 0's host (127.0.0.1 if all run there), and a "
+            "free port.",
+        )
+    if is_one_host:
+        # Jobs in containers that share a network may have the same name: process ids in it begin
+        # anew in each.
+        with contextlib.suppress(OSError):
+            job = f"{job} {os.readlink('/proc/self/ns/pid')}"
     local_devices = None
     if local_size is not None:
         local_devices = share_gpus(environ, local_rank, local_size)
     return World(
         rank=rank,
         size=size,
-        address=address,
+        address=f"127.0.0.1:{_port(job)}",
         source=source,
         local_rank=local_rank,
         local_size=local_size,
@@ -285,8 +290,8 @@ def _port(job: str) -> int:
 
 
 def _hydra_proxy() -> str:
-    """The id of Hydra's process on this host, from which all processes of a job descend and no
-    others; "" where it is not seen. Hydra sets no variable that tells its jobs apart.
+    """The id and start time of Hydra's own process on this host, an ancestor of all processes of
+    one job; "" where it is not seen. Hydra sets no variable with a job's name.
     """
     process = os.getpid()
     while process > 1:
@@ -297,7 +302,8 @@ def _hydra_proxy() -> str:
         # "12 (name) S 11 ...", where the name may have spaces and brackets
         name, _, rest = line.partition("(")[2].rpartition(")")
         if name.endswith("pmi_proxy"):
-            return str(process)
+            started = rest.split()[19]  # in clock ticks since the host started
+            return f"{process} {started}"
         process = int(rest.split()[1])
     return ""
 
@@ -324,7 +330,7 @@ def _optional_number(environ: Mapping[str, str], name: str, source: str) -> int 
 
 
 def _required(environ: Mapping[str, str], name: str, source: str) -> str:
-    if not environ.get(name):
+    if not environ.get(name, "").strip():
         raise ClusterError(
             f"{source}: {name} is not set.", fix="set it in every process, or unset the others."
         )

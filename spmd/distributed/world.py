@@ -70,9 +70,9 @@ def free_port(address: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def join_address(host: str, port: int) -> str:
+def join_address(host: str, port: int | str) -> str:
     """HOST:PORT, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def resolve_address(world: World) -> str:

@@ -1,6 +1,8 @@
 """Rank and size of a process, from the environments that launchers set."""
 
+import dataclasses
 import logging
+import os
 import zlib
 
 import pytest
@@ -46,6 +48,12 @@ FLUX = {
     "FLUX_TASK_LOCAL_ID": "1",
 }
 PORT = 61440 + 4242 % 4096
+# jobs of one host in different namespaces of process ids may have the same name
+NAMESPACE = os.readlink("/proc/self/ns/pid")
+
+
+def port_of(job):
+    return 61440 + zlib.crc32(job.encode()) % 4096
 
 
 @pytest.mark.parametrize(
@@ -174,12 +182,12 @@ PORT = 61440 + 4242 % 4096
             World(
                 1,
                 2,
-                f"127.0.0.1:{61440 + zlib.crc32(b'prterun-vm-77@1') % 4096}",
+                f"127.0.0.1:{port_of(f'prterun-vm-77@1 {NAMESPACE}')}",
                 "Open MPI",
                 1,
                 2,
                 None,
-                "prterun-vm-77@1",
+                f"prterun-vm-77@1 {NAMESPACE}",
             ),
         ),
         (TORCH, World(3, 4, "10.0.0.1:29500", "WORLD_SIZE and RANK", 1, 2)),
@@ -189,7 +197,7 @@ PORT = 61440 + 4242 % 4096
             World(
                 3,
                 4,
-                f"10.0.0.1:{61440 + zlib.crc32(b'29500 none') % 4096}",
+                f"10.0.0.1:{port_of('29500 none')}",
                 "torchrun",
                 1,
                 2,
@@ -216,7 +224,28 @@ PORT = 61440 + 4242 % 4096
         (HYDRA | {"PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALNRANKS": "1"}, None),
         (
             FLUX,
-            World(1, 2, f"127.0.0.1:{61440 + zlib.crc32(b'41') % 4096}", "Flux", 1, 2, token="41"),
+            World(
+                1,
+                2,
+                f"127.0.0.1:{port_of(f'41 {NAMESPACE}')}",
+                "Flux",
+                1,
+                2,
+                token=f"41 {NAMESPACE}",
+            ),
+        ),
+        # Flux was started by Hydra
+        (
+            HYDRA | {"PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALNRANKS": "1"} | FLUX,
+            World(
+                1,
+                2,
+                f"127.0.0.1:{port_of(f'41 {NAMESPACE}')}",
+                "Flux",
+                1,
+                2,
+                token=f"41 {NAMESPACE}",
+            ),
         ),
         (
             FLUX | {"FLUX_JOB_NNODES": "2", "SPMD_COORDINATOR": "n1:4000"},
@@ -229,7 +258,7 @@ PORT = 61440 + 4242 % 4096
                 "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
                 "SKYPILOT_TASK_ID": "sky-1",
             },
-            World(1, 2, f"10.0.0.1:{61440 + zlib.crc32(b'sky-1') % 4096}", "SkyPilot", 0, 1),
+            World(1, 2, f"10.0.0.1:{port_of('sky-1')}", "SkyPilot", 0, 1, token="sky-1"),
         ),
         (
             {
@@ -238,7 +267,7 @@ PORT = 61440 + 4242 % 4096
                 "DSTACK_MASTER_NODE_IP": "10.0.0.1",
                 "DSTACK_RUN_NAME": "mild-cat-1",
             },
-            World(1, 2, f"10.0.0.1:{61440 + zlib.crc32(b'mild-cat-1') % 4096}", "dstack", 0, 1),
+            World(1, 2, f"10.0.0.1:{port_of('mild-cat-1')}", "dstack", 0, 1, token="mild-cat-1"),
         ),
         (
             {
@@ -249,10 +278,11 @@ PORT = 61440 + 4242 % 4096
             World(
                 1,
                 2,
-                f"train-0.train.default:{61440 + zlib.crc32(b'train-0.train.default') % 4096}",
+                f"train-0.train.default:{port_of('train-0.train.default')}",
                 "LeaderWorkerSet",
                 0,
                 1,
+                token="train-0.train.default",
             ),
         ),
         ({"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}, None),
@@ -296,6 +326,14 @@ def test_detect(environment, expected):
             "SkyPilot: SKYPILOT_NODE_IPS is not set.",
         ),
         (
+            {
+                "SKYPILOT_NUM_NODES": "2",
+                "SKYPILOT_NODE_RANK": "1",
+                "SKYPILOT_NODE_IPS": "\n",
+            },
+            "SkyPilot: SKYPILOT_NODE_IPS is not set.",
+        ),
+        (
             TORCH | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
             "3 GPUs cannot be shared equally by 2 processes of a host.\n    fix: as many processes "
             "as GPUs",
@@ -322,25 +360,78 @@ def test_inconsistent_environment_is_refused(environment, message):
 @pytest.mark.parametrize(
     ("environment", "launcher"),
     [
-        ({"WORLD_SIZE": "2", "RANK": "1"}, "a launcher of PyTorch .*MASTER_ADDR, MASTER_PORT not"),
-        ({"JAX_NUM_PROCESSES": "2"}, "JAX .*JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID not set"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "an MPI launcher .PMI. .*MPI_LOCALNRANKS not set"),
-        ({"PMI_RANK": "0"}, "PMI_RANK=0: an MPI launcher"),
-        ({"PMIX_RANK": "0"}, "PMIX_RANK=0: an MPI launcher"),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "PyTorch's launcher .*: MASTER_ADDR, MASTER_PORT not"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "PET_NNODES=2, so a launcher of torchrun"),
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX.* JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID not set"),
+        ({"JAX_PROCESS_ID": "0"}, "JAX.* JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES not set"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "PMI_SIZE=2, so an MPI launcher"),
+        ({"PMI_RANK": "0"}, "PMI_RANK=0, so an MPI launcher"),
+        # mpiexec.hydra -pmi-port
+        ({"PMI_ID": "1", "PMI_PORT": "vm:1", "MPI_LOCALNRANKS": "2"}, "PMI_ID=1, so an MPI"),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0, so an MPI launcher"),
         ({"MV2_COMM_WORLD_SIZE": "2"}, "MVAPICH2"),
-        ({"PALS_RANKID": "1"}, "Cray PALS"),
+        ({"PALS_RANKID": "1"}, "PALS_RANKID=1, so an MPI launcher"),
         ({"JSM_NAMESPACE_SIZE": "2"}, "jsrun"),
-        ({"JOB_COMPLETION_INDEX": "1"}, "Kubernetes .*SPMD_PROCESSES, SPMD_COORDINATOR not set"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "Kubernetes .*: SPMD_PROCESSES, SPMD_COORDINATOR not set"),
+        ({"SPMD_PROCESS": "1"}, "spmd launch .*: SPMD_PROCESSES not set"),
     ],
 )
 def test_processes_of_unknown_launchers_do_not_train_alone(environment, launcher):
     with pytest.raises(ClusterError, match=launcher) as caught:
         detect(environment)
-    assert "each would train alone" in str(caught.value)
+    assert "All would train alone" in str(caught.value)
     # both of its fixes
     assert detect(environment | {"SPMD_PROCESSES": "1"}) is None
     by_hand = {"SPMD_PROCESSES": "2", "SPMD_PROCESS": "1", "SPMD_COORDINATOR": "10.0.0.1:4000"}
     assert detect(environment | by_hand) == World(1, 2, "10.0.0.1:4000", "spmd launch")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"WORLD_SIZE": "1"},
+        {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+        {"PMI_SIZE": "1", "PMI_RANK": "0", "PALS_RANKID": "0"},
+        # unset in what has filled a template
+        {"WORLD_SIZE": "", "PMI_SIZE": "", "JOB_COMPLETION_INDEX": " ", "SPMD_PROCESSES": ""},
+    ],
+    ids=lambda environment: "-".join(environment),
+)
+def test_one_process_and_empty_variables_are_no_sign(environment):
+    assert detect(environment) is None
+
+
+@pytest.mark.parametrize("environment", [MPI, SLURM, TORCH, TORCH | AGENT, FLUX])
+def test_address_is_chosen_under_any_launcher(environment):
+    chosen = {"SPMD_COORDINATOR": "10.0.0.9:4001"}
+    assert detect(environment | chosen) == dataclasses.replace(
+        detect(environment), address="10.0.0.9:4001"
+    )
+
+
+def test_gpus_are_not_shared_by_processes_on_cpus():
+    environment = TORCH | {"CUDA_VISIBLE_DEVICES": "0,1,2", "JAX_PLATFORMS": "cpu"}
+    assert detect(environment).local_devices is None
+
+
+def test_addresses_of_ipv6_have_brackets():
+    assert detect(TORCH | {"MASTER_ADDR": "fd00::1"}).address == "[fd00::1]:29500"
+    assert detect(TORCH | {"MASTER_ADDR": "[fd00::1]"}).address == "[fd00::1]:29500"
+
+
+def test_tasks_of_slurm_outside_of_a_step_are_reported(caplog):
+    job = {"SLURM_JOB_ID": "977", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
+    step = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1", "SLURM_PROCID": "0"}
+    step |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    with caplog.at_level(logging.WARNING, "spmd"):
+        assert detect(job) is None
+        assert detect({"SLURM_JOB_ID": "978", "SLURM_NTASKS": "1"}) is None
+        assert detect(job | step | {"SLURM_JOB_ID": "979", "SLURM_STEP_ID": "4"}) is None
+        # the shell of salloc
+        assert detect(job | step | {"SLURM_JOB_ID": "980", "SLURM_STEP_ID": "4294967290"}) is None
+    batch, shell = [record.getMessage() for record in caplog.records]
+    assert "SLURM job 977 has tasks: 8, nodes: 2" in batch and "SLURM job 980 has" in shell
+    assert "srun python train.py" in batch
 
 
 def test_node_whose_name_does_not_resolve_has_the_address_that_slurm_uses(tmp_path):
@@ -355,21 +446,6 @@ def test_node_whose_name_does_not_resolve_has_the_address_that_slurm_uses(tmp_pa
     assert detect(nodes).address == f"10.1.0.7:{PORT}"
     assert detect(nodes | {"SLURM_STEP_NODELIST": "localhost,gpu08"}).host == "localhost"
     assert detect(nodes | {"SPMD_COORDINATOR": "n7:4000"}).address == "n7:4000"
-
-
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "JAX_NUM_PROCESSES", "PMI_SIZE"])
-def test_a_launcher_of_one_process_is_no_sign(name):
-    assert detect({name: "1"}) is None
-
-
-def test_tasks_of_slurm_outside_of_a_step_are_reported(caplog):
-    job = {"SLURM_JOB_ID": "977", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "2"}
-    with caplog.at_level(logging.WARNING, "spmd"):
-        assert detect(job) is None
-        assert detect({"SLURM_JOB_ID": "978", "SLURM_NTASKS": "1"}) is None
-    [record] = caplog.records
-    assert "SLURM job 977 has 8 tasks on 2 nodes" in record.getMessage()
-    assert "srun python train.py" in record.getMessage()
 
 
 def test_visible_gpus_are_counted_by_nvidia_smi(tmp_path):

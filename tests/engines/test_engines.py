@@ -21,7 +21,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
 ENGINES = {
     "Hydra": ("mpiexec.hydra", "-n", "2"),
     "Open MPI": ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"),
-    # it starts all processes again by itself
+    # after a failure it starts all processes again
     "torchrun": (*TORCHRUN, "--max-restarts=1"),
 }
 
