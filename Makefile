@@ -27,13 +27,14 @@ define install
 	@touch $@
 endef
 
-.PHONY: environment demo test test-system test-all check docs notebooks soak faults bench published clean help
+.PHONY: environment demo test test-system test-all test-engines check docs notebooks soak faults bench published clean help
 
 help:
 	@echo "make demo         train a CNN on digits over 8 simulated devices; results in runs/demo/"
 	@echo "make test         the quick tests (at most 5 minutes on 2 cores; WORKERS=8 uses more, TESTS=tests/wire runs a part)"
 	@echo "make test-system  the system tests: processes, notebooks, pages, examples, long trainings"
 	@echo "make test-all     all tests, the slow ones too, with all of XLA's optimizations"
+	@echo "make test-engines jobs started by real engines: SLURM, Open MPI, MPICH, torchrun; installs them"
 	@echo "make check        formatting, lint, types, architecture, documentation"
 	@echo "make docs         the documentation site, in site/"
 	@echo "make notebooks    execute the notebooks and keep what they show; NAMES=04 executes one"
@@ -72,6 +73,10 @@ test-system: $(DEV)
 test-all: $(DEV)
 	SPMD_TEST_OPTIMIZED=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
+test-engines: $(DEV)
+	tools/install_engines.sh $(PYTHON)
+	$(RUN) -m pytest -rs -m system tests/engines
+
 check: $(DEV)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -101,4 +106,4 @@ published: $(DEV)
 	$(RUN) benchmarks/published/sites.py
 
 clean:
-	rm -rf $(VENV) runs build dist site
+	rm -rf $(VENV) .venv-engines runs build dist site

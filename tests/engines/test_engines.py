@@ -1,8 +1,9 @@
 """Jobs of two processes, started by the engines themselves: each joins, and after one process is
 killed and the job is started again, it ends with the weights of a job that ran undisturbed.
+
+`make test-engines` installs the engines.
 """
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -12,32 +13,26 @@ from pathlib import Path
 import pytest
 
 from spmd.distributed.world import free_port
+from tests.engines import slurm
 from tests.processes import environment
 
 pytestmark = pytest.mark.system
 
+ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).parent / "engine_job.py"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
-ENGINES = {
+# PyTorch stands in an environment of its own; the job's processes do not import it.
+TORCHRUN = shutil.which("torchrun", path=ROOT / ".venv-engines" / "bin") or "torchrun"
+MPI = {
     "Hydra": ("mpiexec.hydra", "-n", "2"),
     "Open MPI": ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"),
-    # after a failure it starts all processes again
-    "torchrun": (*TORCHRUN, "--max-restarts=1"),
 }
 
 
-def start(engine, *words):
-    """Run the job in two processes; return its exit code and what was printed."""
-    command = [*ENGINES[engine]]
-    if engine == "torchrun":
-        command += [f"--master-port={free_port('127.0.0.1')}", JOB, *words]
-    else:
-        command += [sys.executable, JOB, *words]
-    # A signal to an engine ends its processes; `killpg` would miss those of Hydra, each of which
-    # has a session of its own.
+def run(command, **variables):
+    """Run an engine to its end; return its exit code and what was printed."""
     with subprocess.Popen(
-        command,
-        env=environment(),
+        [*map(str, command)],
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -45,40 +40,83 @@ def start(engine, *words):
         try:
             output, _ = process.communicate(timeout=150)
         finally:
+            # The engine ends its processes. `killpg` would miss those of Hydra, each of which has a
+            # session of its own.
             process.terminate()
     return process.returncode, output
 
 
-def skip_without(engine):
-    if engine == "torchrun" and importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed: pip install torch")
-    program = ENGINES[engine][0]
-    if shutil.which(program) is None:
-        pytest.skip(f"{program} is not installed: apt-get install mpich openmpi-bin")
-
-
-def hashes(output):
-    return re.findall(r"HASH (\w+) in process (\d) of 2", output)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_killed_job_ends_as_an_undisturbed_one(engine, tmp_path):
-    skip_without(engine)
-    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    for folder in (undisturbed, disturbed):
+def folders(tmp_path):
+    made = tmp_path / "undisturbed", tmp_path / "disturbed"
+    for folder in made:
         folder.mkdir()
-    code, output = start(engine, undisturbed)
-    assert code == 0, output
-    expected = hashes(output)
-    assert sorted(rank for _, rank in expected) == ["0", "1"], output
-    assert f"process 1 of 2 ({engine})" in output
+    return made
 
-    code, output = start(engine, disturbed, "--kill")
-    assert (disturbed / "was-killed").exists(), output
-    if engine != "torchrun":
-        assert code != 0 and not hashes(output), output
-        code, output = start(engine, disturbed, "--kill", "--resume")
+
+def hashes(code, output):
+    """The hash of each process of a job that has trained to its end."""
     assert code == 0, output
-    assert sorted(hashes(output)) == sorted(expected)
-    # from a checkpoint, not from the beginning
+    printed = re.findall(r"HASH (\w+) in process (\d) of 2", output)
+    assert sorted(rank for _, rank in printed) == ["0", "1"], output
+    return set(printed)
+
+
+def check_resumed(output):
+    """The job has begun at a checkpoint, not at its beginning."""
     assert re.search(r"FIRST (6|11) in process 1", output), output
+
+
+@pytest.mark.parametrize("engine", MPI)
+def test_mpi(engine, tmp_path):
+    command = [*MPI[engine], sys.executable, JOB]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed (make test-engines)")
+    undisturbed, disturbed = folders(tmp_path)
+    code, output = run([*command, undisturbed])
+    assert f"process 1 of 2 ({engine})" in output
+    expected = hashes(code, output)
+
+    code, output = run([*command, disturbed, "--kill"])
+    assert code != 0 and (disturbed / "was-killed").exists(), output
+    code, output = run([*command, disturbed, "--kill", "--resume"])
+    assert hashes(code, output) == expected
+    check_resumed(output)
+
+
+def test_torchrun(tmp_path):
+    if shutil.which(TORCHRUN) is None:
+        pytest.skip("torchrun is not installed (make test-engines)")
+    undisturbed, disturbed = folders(tmp_path)
+
+    def command(*words):
+        port = free_port("127.0.0.1")
+        options = ["--no-python", "--nproc-per-node=2", "--max-restarts=1", f"--master-port={port}"]
+        return [TORCHRUN, *options, sys.executable, JOB, *words]
+
+    code, output = run(command(undisturbed))
+    assert "process 1 of 2 (torchrun)" in output
+    expected = hashes(code, output)
+
+    # torchrun starts all processes again
+    code, output = run(command(disturbed, "--kill"))
+    assert (disturbed / "was-killed").exists(), output
+    assert hashes(code, output) == expected
+    check_resumed(output)
+
+
+def test_slurm(tmp_path):
+    if reason := slurm.missing():
+        pytest.skip(reason)
+    undisturbed, disturbed = folders(tmp_path)
+    with slurm.cluster() as variables:
+        code, output = run(["srun", "-N2", "-n2", sys.executable, JOB, undisturbed], **variables)
+        assert "process 1 of 2 (SLURM job 1), process 0 at 127.0.0.1:" in output
+        expected = hashes(code, output)
+
+        spmd = [sys.executable, "-m", "spmd", "launch", "--srun", "--max-restarts", "1"]
+        job = ["salloc", "-N2", "-n2", *spmd, JOB, disturbed, "--kill"]
+        code, output = run(job, **variables)
+    assert (disturbed / "was-killed").exists(), output
+    assert "restart 1 of at most 1" in output
+    assert hashes(code, output) == expected
+    check_resumed(output)

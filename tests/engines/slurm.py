@@ -1,0 +1,119 @@
+"""A real SLURM of two nodes on this host, from Debian's packages slurmctld, slurmd, slurm-client
+and munge; for tests that run as root.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spmd.distributed.world import free_port
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc")
+NODES = ("n1", "n2")
+# The nodes' names resolve nowhere: processes find each other by the addresses that SLURM knows.
+CONFIG = """\
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+KillWait=5
+"""
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN\n"
+
+
+def missing() -> str:
+    """Return why SLURM cannot be started here, or ""."""
+    if os.geteuid() != 0:
+        return "SLURM's tests run as root"
+    absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    return f"not installed: {', '.join(absent)} (make test-engines)" if absent else ""
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[dict[str, str]]:
+    """Start the cluster; within the block, SLURM's commands use it with these variables."""
+    with contextlib.ExitStack() as ending:
+        # Not pytest's folder, which munge's own user could not enter.
+        folder = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="spmd-slurm-")))
+        folder.chmod(0o755)
+        for name in ("state", "munge", *(f"spool.{node}" for node in NODES)):
+            (folder / name).mkdir(mode=0o755)
+        host = socket.gethostname().partition(".")[0]
+        config = folder / "slurm.conf"
+        ports = [free_port("127.0.0.1") for _ in range(1 + len(NODES))]
+        text = CONFIG.format(host=host, controller=ports[0], folder=folder)
+        for name, port in zip(NODES, ports[1:], strict=True):
+            text += NODE.format(name=name, host=host, port=port)
+        config.write_text(f"{text}PartitionName=main Nodes={','.join(NODES)} Default=YES\n")
+        key = folder / "munge" / "key-file"
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o400)
+        for path in (key, key.parent):
+            shutil.chown(path, "munge")
+        names = ("socket", "key-file", "log-file", "pid-file", "seed-file")
+        files = [f"--{name}={folder}/munge/{name}" for name in names]
+        munged = ["munged", "--foreground", "--force", *files]
+        variables = {"SLURM_CONF": str(config)}
+        ending.enter_context(_running(munged, user="munge", group="munge"))
+        commands = [["slurmctld", "-D", "-f", config]]
+        commands += [["slurmd", "-D", "-f", config, "-N", name] for name in NODES]
+        for command in commands:
+            ending.enter_context(_running(command, env=os.environ | variables))
+        _wait_until_idle(variables, folder)
+        yield variables
+
+
+@contextlib.contextmanager
+def _running(command: list[Any], **options: Any) -> Iterator[None]:
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=quiet, stderr=quiet, **options)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_idle(variables: dict[str, str], folder: Path) -> None:
+    command = ["sinfo", "--noheader", "--Node", "--format=%T"]
+    deadline = time.monotonic() + 60
+    while True:
+        shown = subprocess.run(
+            command, env=os.environ | variables, capture_output=True, text=True, check=False
+        )
+        if shown.stdout.split() == ["idle"] * len(NODES):
+            return
+        if time.monotonic() > deadline:
+            logs = [path.read_text()[-2000:] for path in folder.glob("*.log")]
+            raise RuntimeError("\n".join([shown.stdout, shown.stderr, *logs]))
+        time.sleep(0.5)
