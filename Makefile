@@ -34,7 +34,7 @@ help:
 	@echo "make test         the quick tests (at most 5 minutes on 2 cores; WORKERS=8 uses more, TESTS=tests/wire runs a part)"
 	@echo "make test-system  the system tests: processes, notebooks, pages, examples, long trainings"
 	@echo "make test-all     all tests, the slow ones too, with all of XLA's optimizations"
-	@echo "make test-engines jobs started by real engines: SLURM, Open MPI, MPICH, torchrun; installs them"
+	@echo "make test-engines jobs started by real engines: SLURM, Ray, Open MPI, MPICH, torchrun; installs them"
 	@echo "make check        formatting, lint, types, architecture, documentation"
 	@echo "make docs         the documentation site, in site/"
 	@echo "make notebooks    execute the notebooks and keep what they show; NAMES=04 executes one"

@@ -13,6 +13,7 @@ import jax
 from spmd.distributed import coordination, watchdog
 from spmd.distributed.detect_cluster import detect
 from spmd.distributed.links import local_address
+from spmd.distributed.ray_world import detect_ray
 from spmd.distributed.rendezvous import ProcessInfo, wait_for_all
 from spmd.distributed.secret import with_token
 from spmd.distributed.timeouts import StallTimeouts
@@ -35,8 +36,8 @@ def join(
     calls it first. Calling it again does nothing.
 
     Args:
-      world: the place of this process; None: read from the environment that launchers set
-        (`spmd.distributed.detect_cluster.detect`).
+      world: the place of this process; None: that of Ray Train's worker, or read from the
+        environment that launchers set (`spmd.distributed.detect_cluster.detect`).
       timeout: seconds until all processes must have arrived.
       limits: how long a phase may make no progress; None: $SPMD_STALL, or 60 s for a step and 1800
         s for any other phase.
@@ -74,7 +75,8 @@ def join(
         return _joined
     is_detected = world is None
     if is_detected:
-        world = detect()
+        # Ray first: its workers also have the variables of what has started Ray.
+        world = detect_ray() or detect()
     if world is None or world.size == 1:
         return None
     log = _logger(world.rank)

@@ -15,12 +15,12 @@ from flax import nnx
 import spmd
 
 
-def main():
+def main(words=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="of the run")
     parser.add_argument("--kill", action="store_true", help="process 1, once, after step 12")
     parser.add_argument("--resume", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     steps_here = itertools.count()
 
     def watch(info):

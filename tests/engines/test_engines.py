@@ -56,9 +56,9 @@ def folders(tmp_path):
 def hashes(code, output):
     """The hash of each process of a job that has trained to its end."""
     assert code == 0, output
-    printed = re.findall(r"HASH (\w+) in process (\d) of 2", output)
+    printed = set(re.findall(r"HASH (\w+) in process (\d) of 2", output))
     assert sorted(rank for _, rank in printed) == ["0", "1"], output
-    return set(printed)
+    return printed
 
 
 def check_resumed(output):
@@ -99,6 +99,25 @@ def test_torchrun(tmp_path):
 
     # torchrun starts all processes again
     code, output = run(command(disturbed, "--kill"))
+    assert (disturbed / "was-killed").exists(), output
+    assert hashes(code, output) == expected
+    check_resumed(output)
+
+
+def test_ray(tmp_path):
+    """In workers without GPUs, for which Ray does not connect JAX's processes."""
+    python = ROOT / ".venv-engines" / "bin" / "python"
+    command = [python, "-c", "import ray.train.v2.jax, spmd"]
+    if not python.exists() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("Ray is not installed (make test-engines)")
+    undisturbed, disturbed = folders(tmp_path)
+    command = [python, JOB.with_name("ray_job.py")]
+    variables = {"RAY_DEDUP_LOGS": 0, "RAY_TRAIN_V2_ENABLED": 1}
+    code, output = run([*command, undisturbed], **variables)
+    assert "process 1 of 2 (Ray Train)" in output
+    expected = hashes(code, output)
+
+    code, output = run([*command, disturbed, "--kill", "--resume"], **variables)
     assert (disturbed / "was-killed").exists(), output
     assert hashes(code, output) == expected
     check_resumed(output)

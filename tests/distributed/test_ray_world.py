@@ -1,0 +1,106 @@
+"""The place of a worker of Ray Train, with a stub of Ray. `make test-engines` has the real one."""
+
+import sys
+import types
+
+import pytest
+
+from spmd.distributed import initialize
+from spmd.distributed.ray_world import detect_ray
+from spmd.distributed.world import World
+
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+
+
+class Worker:
+    """What Ray says in one of its workers; `sent` is what the first one has sent to all."""
+
+    def __init__(self, rank, size, sent=None):
+        self.get_world_rank = lambda: rank
+        self.get_world_size = lambda: size
+        self.get_local_rank = lambda: rank
+        self.get_local_world_size = lambda: size
+        self.sent = sent
+
+    def broadcast(self, offer):
+        if offer is not None:
+            self.sent = offer
+        return self.sent
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Make this process a worker."""
+    for name in ("SPMD_COORDINATOR", "SPMD_TOKEN", "SPMD_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
+
+    def start(worker):
+        def get_context():
+            if worker is None:
+                raise RuntimeError("`get_context` cannot be used outside of a training function.")
+            return worker
+
+        broadcast = getattr(worker, "broadcast", None)
+        modules = {
+            "ray": {},
+            "ray.util": {"get_node_ip_address": lambda: "127.0.0.1"},
+            "ray.train": {"get_context": get_context},
+            "ray.train.collective": {"broadcast_from_rank_zero": broadcast},
+        }
+        for name, contents in modules.items():
+            module = types.ModuleType(name)
+            module.__dict__.update(contents)
+            monkeypatch.setitem(sys.modules, name, module)
+
+    return start
+
+
+def test_workers_agree_on_the_first_ones_address_and_token(start):
+    first = Worker(0, 2)
+    start(first)
+    world = detect_ray()
+    assert (world.rank, world.size, world.local_size) == (0, 2, 2)
+    assert world.host == "127.0.0.1" and len(world.token) == 32
+    start(Worker(1, 2, first.sent))
+    assert detect_ray() == World(
+        1, 2, world.address, "Ray Train", 1, 2, world.local_devices, world.token
+    )
+
+
+def test_address_and_token_may_be_chosen(start, monkeypatch):
+    monkeypatch.setenv("SPMD_COORDINATOR", "10.0.0.9:4001")
+    monkeypatch.setenv("SPMD_TOKEN", "secret")
+    start(Worker(0, 2))
+    world = detect_ray()
+    assert (world.address, world.token) == ("10.0.0.9:4001", "secret")
+
+
+def test_worker_has_the_variables_of_what_started_ray(start, monkeypatch):
+    """`srun ray start` starts Ray in a step of two tasks, whose workers are others."""
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(initialize.coordination, "backends_initialized", lambda: True)
+    start(Worker(1, 3, ("127.0.0.1:4000", "secret")))
+    with pytest.raises(initialize.ClusterError, match=r"process 1 of 3 \(Ray Train\)"):
+        initialize.join()
+
+
+@pytest.mark.parametrize("worker", [None, Worker(0, 1)], ids=["driver", "single worker"])
+def test_a_driver_and_a_single_worker_train_alone(start, worker):
+    start(worker)
+    assert detect_ray() is None
+
+
+def test_worker_may_train_alone(start, monkeypatch):
+    monkeypatch.setenv("SPMD_PROCESSES", "1")
+    start(Worker(0, 2))
+    assert detect_ray() is None
