@@ -3,7 +3,6 @@
 import dataclasses
 import ipaddress
 import socket
-import zlib
 
 from spmd.errors import ClusterError, RendezvousTimeout
 
@@ -61,11 +60,6 @@ class World:
         if self.local_devices is not None:
             text += f", devices {', '.join(map(str, self.local_devices))} of this host"
         return text
-
-
-def job_port(job: str) -> int:
-    """The default port of a job with this name."""
-    return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 
 def free_port(address: str) -> int:

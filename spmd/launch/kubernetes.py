@@ -6,13 +6,12 @@ import dataclasses
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from spmd.distributed.launcher_protocol import DISAGREED, PEER, TERMINATED, USAGE
-from spmd.distributed.world import job_port
+from spmd.distributed.world import FIRST_PORT
 from spmd.errors import OptionError, import_extra, option
-from spmd.launch.pod_template import merge_template
 from spmd.launch.settings import Settings, check_integer
 from spmd.launch.validation import (
     check_environment_variables,
@@ -45,9 +44,7 @@ class KubernetesJob:
       cpus: of each pod.
       memory: of each pod, such as "64Gi".
       claim: a volume for checkpoints that all pods can write to, "NAME:/path".
-      shm: size of /dev/shm, such as "8Gi"; None: as much as the memory of the pod, or of its node.
-      pod: fields of the pods, merged into those that are set here, such as `{"spec":
-        {"nodeSelector": {"pool": "h100"}}}` (`pod_template.py`).
+      shm: size of /dev/shm, such as "8Gi"; None: the cluster's default, often 64 MB.
       env: environment variables of all processes, as pairs.
       python: the interpreter in the image.
       settings: how processes are started; restarts replace pods.
@@ -68,7 +65,6 @@ class KubernetesJob:
     memory: str | None = None
     claim: str | None = None
     shm: str | None = None
-    pod: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     env: tuple[tuple[str, str], ...] = ()
     python: str = "python"
     settings: Settings = dataclasses.field(default_factory=Settings)
@@ -204,18 +200,8 @@ def _job(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
                 ignored,
             ]
         },
-        "template": _template(argv, config, name),
+        "template": {"metadata": {"labels": _labels(name)}, "spec": _pod(argv, config, name)},
     }
-
-
-def _template(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any]:
-    """The pods, with the fields of `config.pod`."""
-    metadata = {"labels": _labels(name)}
-    pod = merge_template({"metadata": metadata, "spec": _pod(argv, config, name)}, config.pod)
-    if pod["spec"].get("hostNetwork"):
-        # Otherwise the names of the other pods do not resolve.
-        pod["spec"].setdefault("dnsPolicy", "ClusterFirstWithHostNet")
-    return pod
 
 
 def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any]:
@@ -229,10 +215,9 @@ def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
         # By default Kubernetes sets the group and permissions of every file at each mount, which
         # takes long for many files.
         security |= {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
-    # Containers have 64 MiB there, which is too little for NCCL and for copies of checkpoints.
-    shm = {"medium": "Memory"} | ({"sizeLimit": config.shm} if config.shm else {})
-    volumes.append({"name": "shm", "emptyDir": shm})
-    mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    if config.shm:
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": config.shm}})
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     container = {
         "name": "train",
         "image": config.image,
@@ -266,10 +251,9 @@ def _env(config: KubernetesJob, name: str) -> list[dict[str, Any]]:
     A pod cannot know whether it replaces another, so it always declares a restart: a run resumes
     from its checkpoint, if it has one.
     """
-    # Pods with hostNetwork share the ports of their host with those of other jobs.
     variables = {
         "SPMD_PROCESSES": str(config.nodes),
-        "SPMD_COORDINATOR": f"{name}-0.{name}:{job_port(name)}",
+        "SPMD_COORDINATOR": f"{name}-0.{name}:{FIRST_PORT}",
     }
     variables |= (
         {"SPMD_ATTEMPT": "1", "PYTHONUNBUFFERED": "1"}

@@ -96,14 +96,7 @@ OPTIONS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
             "metavar": "NAME:/PATH",
             "help": "PersistentVolumeClaim for checkpoints, and its mount path",
         },
-        "--shm": {
-            "metavar": "SIZE",
-            "help": "size of /dev/shm, such as 8Gi (default: the pod's memory)",
-        },
-        "--pod": {
-            "metavar": "FILE",
-            "help": "YAML with other fields of the pods: nodeSelector, tolerations, RDMA, …",
-        },
+        "--shm": {"metavar": "SIZE", "help": "size of /dev/shm, such as 8Gi"},
     },
 }
 ALTERNATIVES = {  # the fix for an option that does not apply to a mode
@@ -318,15 +311,11 @@ def _launch_slurm(
 
 def _launch_kubernetes(argv: Sequence[str], options: argparse.Namespace, settings: Settings) -> str:
     from spmd.launch.kubernetes import KubernetesJob, manifest
-    from spmd.launch.pod_template import read_pod_template
 
     if options.image is None:
         raise OptionError("--kubernetes needs an image.", fix="--image registry.example/train:1.")
-    pod = {}
-    if options.pod is not None:
-        pod = read_pod_template(as_path(options.pod, "pod"))
     return manifest(
-        argv, _config(KubernetesJob, options, env=_variables(options), pod=pod, settings=settings)
+        argv, _config(KubernetesJob, options, env=_variables(options), settings=settings)
     )
 
 

@@ -15,7 +15,7 @@ import yaml
 
 from spmd.distributed.detect_cluster import detect
 from spmd.distributed.launcher_protocol import DISAGREED, FAILED, PEER, STALLED, TERMINATED, USAGE
-from spmd.distributed.world import World, free_port, job_port
+from spmd.distributed.world import World, free_port
 from spmd.errors import OptionError
 from spmd.launch.cli import main
 from spmd.launch.kubernetes import KubernetesJob, manifest
@@ -129,7 +129,7 @@ def test_pod_environment():
     reported = {pair["name"]: pair.get("value") for pair in container(job)["env"]}
     assert reported.pop("SPMD_TOKEN") is None, "it comes from the Secret"
     reported |= {"JOB_COMPLETION_INDEX": "3", "SPMD_TOKEN": "x"}
-    assert detect(reported) == World(3, 4, f"gpt-0.gpt:{job_port('gpt')}", "Kubernetes", token="x")
+    assert detect(reported) == World(3, 4, "gpt-0.gpt:61440", "Kubernetes", token="x")
     assert reported["SPMD_ATTEMPT"] == "1", "a run resumes from its checkpoint"
     assert {
         name: reported[name]
@@ -201,105 +201,6 @@ def test_pod_failure_policy():
         "action": "Ignore",
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
     }
-
-
-def pod_of_the_page():
-    page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
-    return yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
-
-
-@pytest.mark.parametrize("version", ["1.31", "1.34"])
-def test_fields_of_a_file_are_merged_into_the_pods(version, tmp_path, capsys):
-    file = tmp_path / "pod.yaml"
-    file.write_text(yaml.safe_dump(pod_of_the_page()))
-    words = ["--image", "train:1", "--nodes", "2", "--gpus-per-node", "8", "--claim", "runs:/runs"]
-    assert main(["launch", "--kubernetes", *words, "--pod", str(file), "train.py"]) == 0
-    *_, job = yaml.safe_load_all(capsys.readouterr().out)
-    kubernetes_validate.validate(job, version, strict=True)
-    template = job["spec"]["template"]
-    assert template["metadata"]["labels"] == {
-        "app.kubernetes.io/name": "train",
-        "kueue.x-k8s.io/queue-name": "research",
-    }
-    pod = template["spec"]
-    assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "h100"}
-    assert pod["tolerations"][0]["key"] == "nvidia.com/gpu"
-    # by which names of pods resolve on the network of the hosts
-    assert pod["hostNetwork"] and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
-    [trained] = pod["containers"]
-    assert trained["image"] == "train:1"
-    assert trained["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/hca": 8}
-    assert trained["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
-    }
-    assert [mount["mountPath"] for mount in trained["volumeMounts"]] == ["/runs", "/dev/shm"]
-
-
-def test_named_items_of_a_pod_are_merged_by_name():
-    pod = {
-        "spec": {
-            "containers": [
-                {"name": "train", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},
-                {"name": "logs", "image": "logs:1"},
-            ],
-            "volumes": [
-                {"name": "data", "emptyDir": {}},
-                {"name": "shm", "emptyDir": {"sizeLimit": "2Gi"}},
-            ],
-        }
-    }
-    spec = parts(["train.py"], KubernetesJob("train:1", pod=pod))["Job"]["spec"]["template"]["spec"]
-    trained, logs = spec["containers"]
-    assert [trained["name"], logs] == ["train", {"name": "logs", "image": "logs:1"}]
-    assert trained["env"][-1] == {"name": "NCCL_DEBUG", "value": "INFO"}
-    assert spec["volumes"] == [
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}},
-        {"name": "data", "emptyDir": {}},
-    ]
-
-
-def trained(**fields):
-    return {"spec": {"containers": [{"name": "train", **fields}]}}
-
-
-@pytest.mark.parametrize(
-    ("pod", "message"),
-    [
-        ({"nodeSelector": {}}, "a pod has no field nodeSelector.\n    fix: metadata: and spec:"),
-        ("spec", "a pod has no field"),
-        (None, "a pod has no field"),
-        ({"spec": "x"}, "spec: 'x'.\n    fix: fields with values."),
-        ({"spec": {"containers": [{"image": "x"}]}}, "has no name"),
-        ({"spec": {"containers": "train"}}, "has no name"),
-        ({"spec": {"restartPolicy": "Always"}}, "spec: restartPolicy is set by the launcher."),
-        ({"spec": {"hostname": "a"}}, "spec: hostname is set by the launcher."),
-        (trained(image="x"), "container train: image is set by the launcher."),
-        (trained(command=["x"]), "container train: command is set by the launcher."),
-        (
-            trained(env=[{"name": "SPMD_PROCESSES", "value": "9"}]),
-            "env: SPMD_PROCESSES is set by the launcher.",
-        ),
-        (
-            {"metadata": {"labels": {"app.kubernetes.io/name": "x"}}},
-            "labels: app.kubernetes.io/name is set by the launcher.",
-        ),
-    ],
-)
-def test_fields_that_the_launcher_sets_are_refused(pod, message):
-    with pytest.raises(OptionError) as caught:
-        parts(["train.py"], KubernetesJob("train:1", pod=pod))
-    assert message in str(caught.value)
-
-
-def test_file_of_a_pod_that_cannot_be_read(tmp_path, capsys):
-    file = tmp_path / "pod.yaml"
-    for text in (None, "spec: ["):
-        if text is not None:
-            file.write_text(text)
-        words = ["--image", "train:1", "--pod", str(file), "train.py"]
-        assert main(["launch", "--kubernetes", *words]) == 2
-        assert f"--pod {file} cannot be read" in capsys.readouterr().err
 
 
 def test_each_job_has_its_own_token():
