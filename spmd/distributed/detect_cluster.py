@@ -116,10 +116,8 @@ def _warn_of_idle_tasks(job: str, tasks: str, nodes: str) -> None:
     if not job or tasks == nodes == "1":
         return
     logging.getLogger("spmd").warning(
-        "SLURM job %s has tasks: %s, nodes: %s, and this process trains alone, outside of srun. To "
-        "train in all tasks: srun python train.py. If the tasks were meant as CPUs of one process: "
-        "--cpus-per-task instead of --ntasks.",
-        job,
-        tasks,
-        nodes,
+        "SLURM job %s has %s task%s on %s node%s, and this process trains alone, outside of srun. "
+        "To train in all tasks: srun python train.py. If the tasks were meant as CPUs of one "
+        "process: --cpus-per-task instead of --ntasks.",
+        *(job, tasks, "s" * (tasks != "1"), nodes, "s" * (nodes != "1")),
     )

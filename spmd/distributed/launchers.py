@@ -260,7 +260,7 @@ def _of_one_host(
     is_one_host = size == 1 or (local_size == size and job != "")
     if not is_one_host and "SPMD_COORDINATOR" not in environ:
         raise ClusterError(
-            f"{source}: process {rank} of {size} does not know where process 0 is.",
+            f"{source}: process {rank} of {size} needs the address of process 0.",
             fix=f"{option}: an address of process 0's host (127.0.0.1 if all run there), and a "
             "free port.",
         )

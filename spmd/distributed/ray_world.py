@@ -4,17 +4,22 @@ import importlib
 import os
 import secrets
 import sys
+from typing import Any
 
-from spmd.distributed.host_gpus import share_gpus
-from spmd.distributed.world import World, free_port, join_address
+from spmd.distributed.host_gpus import share_gpus, visible_gpus
+from spmd.distributed.world import FIRST_PORT, World, free_port, join_address
+from spmd.errors import ClusterError
 
 
 def detect_ray() -> World | None:
-    """Ask Ray Train for the place of this process; None outside of its workers, and if it is the
-    only one.
+    """Ask Ray Train for the place of this process; None outside of its workers.
 
     All workers must call it: the first chooses an address and a token, and Ray sends them to the
-    others. A process that has not imported Ray is no worker, so nothing is imported here.
+    others, for which it waits without limit. A process that has not imported Ray is no worker, so
+    nothing is imported here.
+
+    Raises:
+      ClusterError: this version of Ray Train sends nothing.
     """
     train = sys.modules.get("ray.train")
     if train is None or os.environ.get("SPMD_PROCESSES") == "1":
@@ -25,18 +30,16 @@ def detect_ray() -> World | None:
     except RuntimeError:
         return None
     size = context.get_world_size()
+    # The only worker is not one of the processes that have started Ray, either.
     if size == 1:
-        return None
-    # The package is not among those that are installed for the checks.
-    util = importlib.import_module("ray.util")
-    collective = importlib.import_module("ray.train.collective")
+        return World(0, 1, join_address("127.0.0.1", FIRST_PORT), "Ray Train")
     rank = context.get_world_rank()
     offer = None
     if rank == 0:
-        host = util.get_node_ip_address()
+        host = importlib.import_module("ray.util").get_node_ip_address()
         address = os.environ.get("SPMD_COORDINATOR") or join_address(host, free_port(host))
         offer = address, os.environ.get("SPMD_TOKEN") or secrets.token_hex(16)
-    address, token = collective.broadcast_from_rank_zero(offer)
+    address, token = _send_to_all(offer)
     local_rank, local_size = context.get_local_rank(), context.get_local_world_size()
     return World(
         rank=rank,
@@ -45,6 +48,31 @@ def detect_ray() -> World | None:
         source="Ray Train",
         local_rank=local_rank,
         local_size=local_size,
-        local_devices=share_gpus(os.environ, local_rank, local_size),
+        local_devices=_local_devices(local_rank, local_size),
         token=token,
     )
+
+
+def _send_to_all(offer: tuple[str, str] | None) -> tuple[str, str]:
+    """Return what the first worker offers."""
+    try:
+        # not among the packages that the checks install
+        collective: Any = importlib.import_module("ray.train.collective")
+        return collective.broadcast_from_rank_zero(offer)
+    except (ImportError, RuntimeError) as error:
+        raise ClusterError(
+            f"Ray Train: the first worker's address cannot be sent to the others: {error}.",
+            fix="RAY_TRAIN_V2_ENABLED=1, with a version of Ray that has ray.train.collective.",
+        ) from None
+
+
+def _local_devices(local_rank: int, local_size: int) -> tuple[int, ...] | None:
+    """The GPUs of this worker among those that it sees; None if it sees no others."""
+    ray: Any = importlib.import_module("ray")
+    assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    if not assigned:
+        return share_gpus(os.environ, local_rank, local_size)
+    visible = visible_gpus()
+    if len(visible) <= len(assigned):
+        return None
+    return tuple(visible.index(name) for name in assigned if name in visible)

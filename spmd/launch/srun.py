@@ -30,15 +30,16 @@ from spmd.launch.restart_policy import (
     summarize_attempt,
 )
 from spmd.launch.settings import Settings
-from spmd.launch.validation import check_scheduler_option
+from spmd.launch.validation import check_printable, check_scheduler_option
 
 # seconds from the first exit to the last: processes exit on their own, and log why
 WAIT = SHUTDOWN_TIMEOUT + 60
 # that are set here, or by an option of `spmd launch`
 TAKEN = (
     *("--label", "--export", "--kill-on-bad-exit", "--wait", "--cpus-per-task"),
-    *("--nodes", "--ntasks", "--ntasks-per-node", "--multi-prog", "--pty"),
-    *("-l", "-K", "-W", "-c", "-N", "-n"),
+    *("--cpus-per-gpu", "--tres-per-task", "--nodes", "--ntasks", "--ntasks-per-node"),
+    *("--ntasks-per-gpu", "--multi-prog", "--pty", "--jobid", "--het-group", "--test-only"),
+    *("--help", "--usage", "--version", "-l", "-K", "-W", "-c", "-N", "-n", "-h", "-V"),
 )
 # of a process, at which a message says how to get more: one core, of one or two threads
 FEW_CPUS = 2
@@ -145,6 +146,13 @@ def check_srun_options(options: Sequence[str]) -> None:
       OptionError: such an option, or what is none.
     """
     for text in options:
+        check_printable("srun", text)
+        # Each is one word of the command, unlike a line of sbatch's script.
+        if re.match(r"[^=]* ", text):
+            raise OptionError(
+                f'srun option "{text}" is more than one word.',
+                fix="= between the option and its value, and one --srun-option for each.",
+            )
         check_scheduler_option("srun", text, TAKEN, "--container-image=train.sqsh")
 
 
@@ -169,7 +177,9 @@ def _cpus_per_task(environ: Mapping[str, str]) -> int | None:
     if asked := environ.get("SLURM_CPUS_PER_TASK"):
         return int(asked)
     cpus = task_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    tasks = task_counts(environ.get("SLURM_TASKS_PER_NODE", ""))
+    tasks = [1] * len(cpus)  # as srun starts them where no number was asked for
+    if "SLURM_NTASKS" in environ or "SLURM_NTASKS_PER_NODE" in environ:
+        tasks = task_counts(environ.get("SLURM_TASKS_PER_NODE", ""))
     if not cpus or len(cpus) != len(tasks):
         return None
     return min(of_node // max(here, 1) for of_node, here in zip(cpus, tasks, strict=True)) or None

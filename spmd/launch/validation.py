@@ -98,7 +98,10 @@ def check_scheduler_option(program: str, text: str, taken: Iterable[str], exampl
     """
     check_printable(program, text)
     name = re.split(r"[=\s]", text)[0]
-    if name in taken or (not name.startswith("--") and name[:2] in taken):
+    if not name.startswith("--"):
+        name = name[:2]
+    # SLURM takes abbreviations, too
+    if any(other == name or (len(name) > 2 and other.startswith(name)) for other in taken):
         raise OptionError(
             f'{program} option "{text}": {name} has its own option here, or is already set.',
             fix="leave it out.",

@@ -311,15 +311,15 @@ def test_detect(environment, expected):
         ),
         (
             MPI | {"OMPI_COMM_WORLD_SIZE": "4"},
-            "does not know where process 0 is.\n    fix: mpirun -x SPMD_COORDINATOR=HOST:PORT",
+            "needs the address of process 0.\n    fix: mpirun -x SPMD_COORDINATOR=HOST:PORT",
         ),
         (
             HYDRA,
-            "does not know where process 0 is.\n    fix: mpiexec -genv SPMD_COORDINATOR HOST:PORT",
+            "needs the address of process 0.\n    fix: mpiexec -genv SPMD_COORDINATOR HOST:PORT",
         ),
         (
             FLUX | {"FLUX_JOB_NNODES": "2"},
-            "does not know where process 0 is.\n    fix: flux run --env=SPMD_COORDINATOR=HOST:PORT",
+            "needs the address of process 0.\n    fix: flux run --env=SPMD_COORDINATOR=HOST:PORT",
         ),
         (
             {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"},
@@ -430,7 +430,7 @@ def test_tasks_of_slurm_outside_of_a_step_are_reported(caplog):
         # the shell of salloc
         assert detect(job | step | {"SLURM_JOB_ID": "980", "SLURM_STEP_ID": "4294967290"}) is None
     batch, shell = [record.getMessage() for record in caplog.records]
-    assert "SLURM job 977 has tasks: 8, nodes: 2" in batch and "SLURM job 980 has" in shell
+    assert "SLURM job 977 has 8 tasks on 2 nodes" in batch and "SLURM job 980 has" in shell
     assert "srun python train.py" in batch
 
 

@@ -43,15 +43,16 @@ def start(monkeypatch):
     for name in ("SPMD_COORDINATOR", "SPMD_TOKEN", "SPMD_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
 
-    def start(worker):
+    def start(worker, gpus=()):
         def get_context():
             if worker is None:
                 raise RuntimeError("`get_context` cannot be used outside of a training function.")
             return worker
 
+        context = types.SimpleNamespace(get_accelerator_ids=lambda: {"GPU": gpus})
         broadcast = getattr(worker, "broadcast", None)
         modules = {
-            "ray": {},
+            "ray": {"get_runtime_context": lambda: context},
             "ray.util": {"get_node_ip_address": lambda: "127.0.0.1"},
             "ray.train": {"get_context": get_context},
             "ray.train.collective": {"broadcast_from_rank_zero": broadcast},
@@ -94,10 +95,40 @@ def test_worker_has_the_variables_of_what_started_ray(start, monkeypatch):
         initialize.join()
 
 
-@pytest.mark.parametrize("worker", [None, Worker(0, 1)], ids=["driver", "single worker"])
-def test_a_driver_and_a_single_worker_train_alone(start, worker):
-    start(worker)
+def test_a_driver_is_no_worker(start):
+    start(None)
     assert detect_ray() is None
+
+
+def test_a_single_worker_trains_alone(start, monkeypatch):
+    """Also where a step of several tasks has started Ray."""
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    start(Worker(0, 1))
+    assert detect_ray().size == 1 and initialize.join() is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "assigned", "expected"),
+    [
+        ("2,3", ["2", "3"], None),  # its own alone
+        ("0,1,2,3", ["2", "3"], (2, 3)),  # as TorchTrainer shows all of a host
+        ("0,1,2,3", [], (2, 3)),  # an equal share
+    ],
+)
+def test_gpus_of_a_worker(start, monkeypatch, visible, assigned, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    start(Worker(1, 2, ("127.0.0.1:4000", "secret")), assigned)
+    assert detect_ray().local_devices == expected
+
+
+def test_an_older_ray_train_is_an_error(start, monkeypatch):
+    worker = Worker(1, 2)
+    start(worker)
+    monkeypatch.setitem(sys.modules, "ray.train.collective", None)
+    with pytest.raises(initialize.ClusterError, match="cannot be sent to the others"):
+        detect_ray()
 
 
 def test_worker_may_train_alone(start, monkeypatch):

@@ -344,7 +344,13 @@ def test_sbatch_script():
             {"srun_options": ("--label",)},
             'srun option "--label": --label has its own option here, or is already set.',
         ),
-        ({"srun_options": ("-n9",)}, 'srun option "-n9": -n9 has its own option here'),
+        ({"srun_options": ("-n9",)}, 'srun option "-n9": -n has its own option here'),
+        ({"srun_options": ("--ntask=9",)}, "--ntask has its own option here"),
+        ({"srun_options": ("--cpus-per-gpu=4",)}, "--cpus-per-gpu has its own option here"),
+        (
+            {"srun_options": ("--container-image train.sqsh",)},
+            'srun option "--container-image train.sqsh" is more than one word.\n    fix: = between',
+        ),
         (
             {"srun_options": ("container",)},
             'srun option "container".\n    fix: as srun expects it, such as --container-image',
@@ -446,6 +452,7 @@ def test_options_of_srun_reach_it(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "2(x2)")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1(x2)")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
     main(["launch", "--srun", *passed, __file__])
     assert " --cpus-per-task=2 --container-image=train.sqsh --mpi=none " in shown.read_text()
     assert "each process has 2 of its node's CPUs" in capsys.readouterr().err
@@ -541,7 +548,9 @@ def test_srun_command():
     assert "--cpus-per-task=12" in command(["train.py"], {"SLURM_CPUS_PER_TASK": "12"})
     # an equal share of what the allocation has, on the smallest node
     nodes = {"SLURM_JOB_CPUS_PER_NODE": "64(x2),32", "SLURM_TASKS_PER_NODE": "8(x3)"}
-    assert "--cpus-per-task=4" in command(["train.py"], nodes)
+    assert "--cpus-per-task=4" in command(["train.py"], nodes | {"SLURM_NTASKS": "24"})
+    # srun starts one task on each node, whatever SLURM says of tasks that could be
+    assert "--cpus-per-task=32" in command(["train.py"], nodes)
     container = command(["train.py"], {}, ("--container-image=train.sqsh",))
     assert container[5] == "--container-image=train.sqsh"
     assert command(["train.py", "--x"], {})[-3:] == ["spmd.launch.runner", "train.py", "--x"]
