@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,16 @@ def environment(**variables: object) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
     }
     return os.environ | own | {name: str(value) for name, value in variables.items()}
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End a process that a test has started, and wait for it: it has 20 s after SIGTERM."""
+    process.terminate()
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Install what tests/engines starts: Debian's packages of SLURM, MPICH and Open MPI, as root, and Ray and PyTorch in .venv-engines. What cannot be installed is named, and its tests are skipped.
+# Install what tests/engines starts: Debian's packages of SLURM, MPICH and Open MPI, as root, and Ray and PyTorch in .venv-engines. What
+# cannot be installed is named, and its tests are skipped.
 set -u
 packages="slurmctld slurmd slurm-client munge mpich openmpi-bin"
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then

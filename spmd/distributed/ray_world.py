@@ -67,7 +67,11 @@ def _send_to_all(offer: tuple[str, str] | None) -> tuple[str, str]:
 
 
 def _local_devices(local_rank: int, local_size: int) -> tuple[int, ...] | None:
-    """The GPUs of this worker among those that it sees; None if it sees no others."""
+    """The GPUs of this worker among those that it sees; None if it sees no others.
+
+    Raises:
+      ClusterError: it does not see the GPUs that Ray has assigned to it.
+    """
     ray: Any = importlib.import_module("ray")
     assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     if not assigned:
@@ -75,4 +79,10 @@ def _local_devices(local_rank: int, local_size: int) -> tuple[int, ...] | None:
     visible = visible_gpus()
     if len(visible) <= len(assigned):
         return None
-    return tuple(visible.index(name) for name in assigned if name in visible)
+    if unseen := sorted(set(assigned) - set(visible)):
+        raise ClusterError(
+            f"Ray Train: worker {local_rank} of this host has GPU {unseen[0]}, which is not among "
+            f"the visible ones ({', '.join(visible)}).",
+            fix="CUDA_VISIBLE_DEVICES with the names that Ray uses, or without it.",
+        )
+    return tuple(visible.index(name) for name in assigned)

@@ -70,7 +70,7 @@ class SlurmJob:
       requeue: whether a job that has saved after SIGTERM is requeued.
       extra: other sbatch options, such as "--constraint=a100".
       srun_options: options of the `srun` that starts the processes, such as
-        "--container-image=nvcr.io/nvidia/jax:26.10" of pyxis.
+        "--container-image=train.sqsh" of pyxis.
       env: environment variables of all processes, as pairs.
       python: the interpreter, at the same path on all nodes; None: this one.
       settings: how processes are started.

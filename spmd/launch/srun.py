@@ -57,7 +57,7 @@ def launch(
     """Like `local_launcher.launch`, in all tasks of this allocation, which `environ` describes.
 
     Args:
-      options: of srun, such as "--container-image=nvcr.io/nvidia/jax:26.10" of pyxis.
+      options: of srun, such as "--container-image=train.sqsh" of pyxis.
 
     Raises:
       OptionError: this is not inside an allocation, or there is no such script; or options of srun

@@ -20,6 +20,8 @@ RESERVED = (
     "LAUNCHER",
     "SPARE",
 )
+# options of SLURM with which others of `spmd launch` begin
+COMPLETE_NAMES = ("--gpus",)
 BY_OPTION = {"SPMD_STALL": "--stall", "SPMD_SIMULATE": "--simulate"}
 
 
@@ -100,8 +102,9 @@ def check_scheduler_option(program: str, text: str, taken: Iterable[str], exampl
     name = re.split(r"[=\s]", text)[0]
     if not name.startswith("--"):
         name = name[:2]
-    # SLURM takes abbreviations, too
-    if any(other == name or (len(name) > 2 and other.startswith(name)) for other in taken):
+    # SLURM takes abbreviations, too. A name of its own is none, though another begins with it.
+    is_short = len(name) > 2 and name not in COMPLETE_NAMES
+    if name in taken or (is_short and any(other.startswith(name) for other in taken)):
         raise OptionError(
             f'{program} option "{text}": {name} has its own option here, or is already set.',
             fix="leave it out.",

@@ -123,6 +123,13 @@ def test_gpus_of_a_worker(start, monkeypatch, visible, assigned, expected):
     assert detect_ray().local_devices == expected
 
 
+def test_gpus_that_a_worker_does_not_see(start, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    start(Worker(1, 2, ("127.0.0.1:4000", "secret")), ["1"])
+    with pytest.raises(initialize.ClusterError, match=r"has GPU 1, which .*\(GPU-a, GPU-b\)"):
+        detect_ray()
+
+
 def test_an_older_ray_train_is_an_error(start, monkeypatch):
     worker = Worker(1, 2)
     start(worker)

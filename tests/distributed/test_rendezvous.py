@@ -228,7 +228,7 @@ def test_a_program_that_never_answers_is_named_while_it_is_waited_for(port, monk
 
     def log(line):
         lines.append(line)
-        clock.sleep(10)
+        clock.sleep(10)  # of the fake clock, which takes no time
 
     with socket.create_server(("127.0.0.1", port)), pytest.raises(RendezvousTimeout):
         rendezvous.wait_for_all(world, info, timeout=30.0, log=log)

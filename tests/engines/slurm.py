@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd.distributed.world import free_port
+from tests.processes import end
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc")
 NODES = ("n1", "n2")
@@ -96,17 +97,13 @@ def _running(command: list[Any], **options: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
 
 
 def _wait_until_idle(variables: dict[str, str], folder: Path) -> None:
     command = ["sinfo", "--noheader", "--Node", "--format=%T"]
-    deadline = time.monotonic() + 60
+    # A bound for a start that hangs, and no judge: on two cores it takes 5 s.
+    deadline = time.monotonic() + 300
     while True:
         shown = subprocess.run(
             command, env=os.environ | variables, capture_output=True, text=True, check=False

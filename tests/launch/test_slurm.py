@@ -468,6 +468,7 @@ def test_sbatch_options_with_and_without_dashes(capsys):
                 "--sbatch",
                 "constraint=a100",
                 "--sbatch=--exclusive",
+                "--sbatch=gpus=4",
                 "-m",
                 "my.train",
                 "--slurm",
@@ -477,7 +478,7 @@ def test_sbatch_options_with_and_without_dashes(capsys):
     )
     text = capsys.readouterr().out
     assert (
-        "#SBATCH --constraint=a100\n#SBATCH --exclusive\n" in text
+        "#SBATCH --constraint=a100\n#SBATCH --exclusive\n#SBATCH --gpus=4\n" in text
         and "#SBATCH --job-name=train\n" in text
     )
     assert text.endswith("-m spmd launch --srun -m my.train --slurm\n"), (
