@@ -7,12 +7,11 @@ import re
 import shutil
 import socket
 import subprocess
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from spmd.distributed.host_gpus import share_gpus
-from spmd.distributed.world import FIRST_PORT, PORTS, World, join_address
+from spmd.distributed.world import FIRST_PORT, PORTS, World, job_port, join_address
 from spmd.errors import ClusterError
 
 Environ = Mapping[str, str]
@@ -80,7 +79,7 @@ def read_torchrun(environ: Environ) -> World | None:
         return world
     # Torchrun itself listens at MASTER_PORT.
     job = f"{world.port} {environ['TORCHELASTIC_RUN_ID']}"
-    address = join_address(world.host, _port(job))
+    address = join_address(world.host, job_port(job))
     return dataclasses.replace(world, address=address, source="torchrun", token=job)
 
 
@@ -219,7 +218,7 @@ def read_nodes(environ: Environ) -> World | None:
         return World(
             rank=_number(environ, rank_name, source),
             size=_number(environ, size_name, source),
-            address=join_address(host, _port(job)),
+            address=join_address(host, job_port(job)),
             source=source,
             local_rank=0,
             local_size=1,
@@ -275,18 +274,13 @@ def _of_one_host(
     return World(
         rank=rank,
         size=size,
-        address=f"127.0.0.1:{_port(job)}",
+        address=f"127.0.0.1:{job_port(job)}",
         source=source,
         local_rank=local_rank,
         local_size=local_size,
         local_devices=local_devices,
         token=job,
     )
-
-
-def _port(job: str) -> int:
-    """The default port of a job."""
-    return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 
 def _hydra_proxy() -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import ipaddress
 import socket
+import zlib
 
 from spmd.errors import ClusterError, RendezvousTimeout
 
@@ -23,6 +24,11 @@ class World:
       local_rank, local_size: rank and number of processes on this host; None if unknown.
       local_devices: the visible devices that this process uses; None: all.
       token: a secret of the job's processes.
+      restarted: whether the launcher has started the job before, where no variable says so.
+
+    Example:
+      >>> World(0, 2, "10.0.0.1:61440", "my launcher").host  # for `spmd.join`, in process 0 of 2
+      '10.0.0.1'
     """
 
     rank: int
@@ -33,6 +39,7 @@ class World:
     local_size: int | None = None
     local_devices: tuple[int, ...] | None = None
     token: str = ""
+    restarted: bool = False
 
     def __post_init__(self):
         if self.size < 1 or not 0 <= self.rank < self.size:
@@ -60,6 +67,11 @@ class World:
         if self.local_devices is not None:
             text += f", devices {', '.join(map(str, self.local_devices))} of this host"
         return text
+
+
+def job_port(job: str) -> int:
+    """The default port of a job with this name."""
+    return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 
 def free_port(address: str) -> int:

@@ -1,5 +1,5 @@
-"""The Kubernetes manifest of an Indexed Job, a headless Service by which its pods find each other,
-and the Secret that they share.
+"""The manifests of Kubernetes: an Indexed Job and a headless Service by which its pods find each
+other, or a JobSet; and the Secret that the pods share.
 """
 
 import dataclasses
@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd.distributed.launcher_protocol import DISAGREED, PEER, TERMINATED, USAGE
-from spmd.distributed.world import FIRST_PORT
+from spmd.distributed.world import job_port
 from spmd.errors import OptionError, import_extra, option
+from spmd.launch import jobset
+from spmd.launch.pod_failures import CONTAINER, on_codes, on_disruption
 from spmd.launch.settings import Settings, check_integer
 from spmd.launch.validation import (
     check_environment_variables,
@@ -24,6 +26,8 @@ from spmd.launch.validation import (
 # valid under RFC 1123, and under RFC 1035, as Services require
 LABEL = r"[a-z]([a-z0-9-]*[a-z0-9])?"
 LONGEST = 63
+# a key of labels: with a prefix, which is a domain, or without
+KEY = r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
 QUANTITY = r"\d{1,12}(\.\d{1,3})?(Ki|Mi|Gi|Ti|k|M|G|T)?"
 # the group that owns the volume, so that containers without root can write to it; as in
 # examples/cluster/Dockerfile
@@ -32,19 +36,23 @@ GROUP = 1000
 
 @dataclasses.dataclass(frozen=True)
 class KubernetesJob:
-    """The resources and options of a Kubernetes Job; each pod runs one process, which uses all of
+    """The resources and options of a Job or a JobSet; each pod runs one process, which uses all of
     its GPUs.
 
     Args:
       image: container image with Python, spmd and the script.
       nodes: number of pods.
-      name: of the job and its Service; None: the script's.
+      name: of the job; None: the script's.
       namespace: None: that of `kubectl`.
       gpus_per_node: of each pod.
       cpus: of each pod.
       memory: of each pod, such as "64Gi".
       claim: a volume for checkpoints that all pods can write to, "NAME:/path".
-      shm: size of /dev/shm, such as "8Gi"; None: the cluster's default, often 64 MB.
+      shm: size of /dev/shm, such as "8Gi"; None: the memory of the pod, or of its node.
+      jobset: a JobSet, which replaces all pods at once, instead of an Indexed Job.
+      queue: the LocalQueue of Kueue that starts the job.
+      exclusive_topology: a label of nodes, such as "cloud.google.com/gke-nodepool". All pods are
+        on nodes with one value of it, and no other JobSet with this option is. Needs `jobset`.
       env: environment variables of all processes, as pairs.
       python: the interpreter in the image.
       settings: how processes are started; restarts replace pods.
@@ -65,6 +73,9 @@ class KubernetesJob:
     memory: str | None = None
     claim: str | None = None
     shm: str | None = None
+    jobset: bool = False
+    queue: str | None = None
+    exclusive_topology: str | None = None
     env: tuple[tuple[str, str], ...] = ()
     python: str = "python"
     settings: Settings = dataclasses.field(default_factory=Settings)
@@ -90,12 +101,24 @@ class KubernetesJob:
             raise OptionError(
                 f"{option('grace', self.settings.grace)}.", fix="a finite number of seconds."
             )
+        for name in ("namespace", "queue"):
+            check_pattern(
+                name,
+                getattr(self, name),
+                r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
+                "lower-case letters, digits and -, at most 63",
+            )
         check_pattern(
-            "namespace",
-            self.namespace,
-            r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
-            "lower-case letters, digits and -, at most 63",
+            "exclusive_topology",
+            self.exclusive_topology,
+            KEY,
+            "a label of nodes, such as cloud.google.com/gke-nodepool",
         )
+        if self.exclusive_topology and not self.jobset:
+            raise OptionError(
+                f"{option('exclusive_topology')} has no effect on an Indexed Job.",
+                fix=f"{option('jobset', True)}, or leave it out.",
+            )
         for name in ("memory", "shm"):
             check_pattern(
                 name, getattr(self, name), QUANTITY, "a Kubernetes quantity, such as 64Gi"
@@ -125,24 +148,21 @@ def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = Non
     name = _name(argv, config)
     if token is None:
         token = secrets.token_hex(16)
-    secret = {"stringData": {"token": token}}
-    # names resolve before pods are ready, since pods wait for each other
-    service = {
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": _labels(name)}
-    }
-    job = {"spec": _job(argv, config, name)}
-    metadata: dict[str, Any] = {"name": name}
-    if config.namespace:
-        metadata["namespace"] = config.namespace
-    documents = []
-    for version, kind, content in (
-        ("v1", "Secret", secret),
-        ("v1", "Service", service),
-        ("batch/v1", "Job", job),
-    ):
-        # new labels each time: PyYAML writes another use of an object as a reference to the first
-        labelled = {**metadata, "labels": _labels(name)}
-        documents.append({"apiVersion": version, "kind": kind, "metadata": labelled, **content})
+    template = {"metadata": {"labels": _labels(name)}, "spec": _pod(argv, config, name)}
+    documents = [_document("v1", "Secret", name, config, {"stringData": {"token": token}})]
+    if config.jobset:
+        content = {"spec": jobset.spec(name, _pods(config), template, config.settings.max_restarts)}
+        documents.append(_document(jobset.VERSION, "JobSet", name, config, content))
+    else:
+        # names resolve before pods are ready, since pods wait for each other
+        service = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": _labels(name),
+        }
+        documents.append(_document("v1", "Service", name, config, {"spec": service}))
+        content = {"spec": _job(config, template)}
+        documents.append(_document("batch/v1", "Job", name, config, content))
     yaml = import_extra("yaml", "kubernetes")
     return yaml.safe_dump_all(
         documents,
@@ -154,40 +174,59 @@ def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = Non
     ).rstrip()
 
 
+def _document(
+    version: str, kind: str, name: str, config: KubernetesJob, content: dict[str, Any]
+) -> dict[str, Any]:
+    """A document of the manifest."""
+    metadata: dict[str, Any] = {"name": name, "labels": _labels(name)}
+    if config.namespace:
+        metadata["namespace"] = config.namespace
+    if kind in ("Job", "JobSet") and config.queue:
+        metadata["labels"]["kueue.x-k8s.io/queue-name"] = config.queue
+    if kind == "JobSet" and config.exclusive_topology:
+        metadata["annotations"] = {jobset.EXCLUSIVE: config.exclusive_topology}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
+
+
 def _name(argv: Sequence[str], config: KubernetesJob) -> str:
     """The job's name: the given one, or the script's in lower case."""
     name = config.name
     if name is None:
         name = re.sub(r"[^a-z0-9]+", "-", script_name(argv).lower()).strip("-")
-    most = LONGEST - len(f"-{config.nodes - 1}")
+    last = _pod_name("NAME", config, config.nodes - 1)
+    # The names of a JobSet's pods have a random part as well.
+    most = LONGEST - len(last.removeprefix("NAME")) - (len("-abcde") if config.jobset else 0)
     if not re.fullmatch(LABEL, name) or len(name) > most:
         raise OptionError(
             f"{option('name', repr(name))}, with {len(name)} characters.",
             fix=f"{option('name')} with at most {most} lower-case letters, digits and -, a letter "
-            "first: "
-            f"pods are NAME-0 to NAME-{config.nodes - 1}.",
+            f"first: pods are {_pod_name('NAME', config, 0)} to {last}.",
         )
     return name
+
+
+def _pod_name(name: str, config: KubernetesJob, index: int) -> str:
+    """The name of a pod's host."""
+    return f"{jobset.job_name(name) if config.jobset else name}-{index}"
 
 
 def _labels(name: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": name}
 
 
-def _job(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any]:
-    """An Indexed Job of all pods; failures that follow from those of other pods do not count."""
-
-    def on_codes(action: str, *codes: int) -> dict[str, Any]:
-        return {"action": action, "onExitCodes": {"operator": "In", "values": list(codes)}}
-
-    ignored = {
-        "action": "Ignore",
-        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-    }
+def _pods(config: KubernetesJob) -> dict[str, Any]:
+    """One pod for each index, all at the same time."""
     return {
         "completionMode": "Indexed",
         "completions": config.nodes,
         "parallelism": config.nodes,
+    }
+
+
+def _job(config: KubernetesJob, template: dict[str, Any]) -> dict[str, Any]:
+    """An Indexed Job of all pods; failures that follow from those of other pods do not count."""
+    return {
+        **_pods(config),
         "backoffLimit": config.settings.max_restarts,
         "podFailurePolicy": {
             "rules": [
@@ -197,10 +236,10 @@ def _job(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
                 # Pods that end because another one failed, or because they were asked to, must
                 # not use up backoffLimit.
                 on_codes("Ignore", PEER, TERMINATED),
-                ignored,
+                on_disruption("Ignore"),
             ]
         },
-        "template": {"metadata": {"labels": _labels(name)}, "spec": _pod(argv, config, name)},
+        "template": template,
     }
 
 
@@ -215,11 +254,14 @@ def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
         # By default Kubernetes sets the group and permissions of every file at each mount, which
         # takes long for many files.
         security |= {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
+    # Containers have 64 MiB there, too little for NCCL and for checkpoints in memory.
+    shm = {"medium": "Memory"}
     if config.shm:
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": config.shm}})
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+        shm["sizeLimit"] = config.shm
+    volumes.append({"name": "shm", "emptyDir": shm})
+    mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     container = {
-        "name": "train",
+        "name": CONTAINER,
         "image": config.image,
         "command": [_literal(word) for word in (config.python, "-m", "spmd.launch.runner", *argv)],
         "env": _env(config, name),
@@ -228,7 +270,8 @@ def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
         "volumeMounts": mounts,
     }
     spec = {
-        # With the headless Service of this name, pods get the DNS names NAME-0.NAME and so on.
+        # With the headless Service of this name, the pods of a Job get the DNS names NAME-0.NAME
+        # and so on. A JobSet makes the Service itself.
         "subdomain": name,
         # A podFailurePolicy is allowed only with restartPolicy "Never".
         "restartPolicy": "Never",
@@ -251,9 +294,11 @@ def _env(config: KubernetesJob, name: str) -> list[dict[str, Any]]:
     A pod cannot know whether it replaces another, so it always declares a restart: a run resumes
     from its checkpoint, if it has one.
     """
+    host = f"{_pod_name(name, config, 0)}.{name}"
     variables = {
         "SPMD_PROCESSES": str(config.nodes),
-        "SPMD_COORDINATOR": f"{name}-0.{name}:{FIRST_PORT}",
+        # Pods in the network of their node share its ports with those of other jobs.
+        "SPMD_COORDINATOR": f"{host}:{job_port(name)}",
     }
     variables |= (
         {"SPMD_ATTEMPT": "1", "PYTHONUNBUFFERED": "1"}

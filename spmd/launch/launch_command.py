@@ -97,6 +97,16 @@ OPTIONS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
             "help": "PersistentVolumeClaim for checkpoints, and its mount path",
         },
         "--shm": {"metavar": "SIZE", "help": "size of /dev/shm, such as 8Gi"},
+        "--jobset": {
+            "action": "store_true",
+            "help": "a JobSet, which replaces all pods at once, instead of an Indexed Job",
+        },
+        "--queue": {"metavar": "NAME", "help": "LocalQueue of Kueue that starts the job"},
+        "--exclusive-topology": {
+            "metavar": "LABEL",
+            "help": "with --jobset: all pods on nodes with one value of this label, such as "
+            "cloud.google.com/gke-nodepool, which no other such set uses",
+        },
     },
 }
 ALTERNATIVES = {  # the fix for an option that does not apply to a mode
@@ -181,7 +191,7 @@ def add_to(commands: Any) -> None:
         "--srun", action="store_true", help="inside a SLURM allocation: run in all of its tasks"
     )
     modes.add_argument(
-        "--kubernetes", action="store_true", help="print the manifest of a Kubernetes Job"
+        "--kubernetes", action="store_true", help="print the manifest of a Kubernetes Job or JobSet"
     )
     for applies_to, options in OPTIONS.items():
         group = parser.add_argument_group(" or ".join(map(_with, applies_to)))
