@@ -5,7 +5,14 @@ used.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
+
+if sys.platform == "win32":
+    raise ImportError(
+        "spmd runs on Linux and macOS: Windows lacks the signals and file locks that a run relies "
+        "on.\n    fix: WSL2, which is Linux."
+    )
 
 __version__ = "0.1.0"
 
@@ -20,12 +27,14 @@ _MODULES = (
     "nn",
     "optimizers",
     "pretrained",
+    "ray",
     "viz",
     "wire",
 )
 _NAMES = {
     "spmd.api": ("Result", "fit"),
     "spmd.distributed.initialize": ("join",),
+    "spmd.distributed.world": ("World",),
     "spmd.errors": ("SpmdError",),
     "spmd.inference.ensemble": ("Ensemble",),
     "spmd.inference.exporter": ("export",),
@@ -80,11 +89,13 @@ if TYPE_CHECKING:
         nn as nn,
         optimizers as optimizers,
         pretrained as pretrained,
+        ray as ray,
         viz as viz,
         wire as wire,
     )
     from spmd.api import Result as Result, fit as fit
     from spmd.distributed.initialize import join as join
+    from spmd.distributed.world import World as World
     from spmd.errors import SpmdError as SpmdError
     from spmd.inference.ensemble import Ensemble as Ensemble
     from spmd.inference.exporter import export as export

@@ -1,5 +1,6 @@
 """`join`: connect this process to the others, before JAX looks for devices."""
 
+import dataclasses
 import importlib.metadata
 import math
 import os
@@ -23,6 +24,9 @@ from spmd.errors import ClusterError
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "spmd")
 
 _joined: World | None = None
+# Whether Ray has started this run before, as this process first asked. (Other launchers say so in
+# the environment.)
+_restarted: bool | None = None
 
 
 def join(
@@ -55,7 +59,7 @@ def join(
       >>> spmd.join() is None  # in a notebook, or a script on one machine
       True
     """
-    global _joined
+    global _joined, _restarted
     if _joined is not None:
         if world is not None and world != _joined:
             raise ClusterError(
@@ -70,14 +74,24 @@ def join(
     # The user's own jax.distributed.initialize has connected this process.
     if coordination.is_initialized():
         rank, size, address = coordination.process_info()
-        _joined = world or World(rank, size, address, "jax.distributed")
+        connected = World(rank, size, address, "jax.distributed")
+        # Or Ray has, with `use_gpu` of its JaxConfig, and knows more.
+        ray = detect_ray()
+        if ray is not None:
+            _restarted = ray.restarted
+            connected = dataclasses.replace(connected, source=ray.source, token=ray.token)
+        _joined = world or connected
         watchdog.start(rank, size, limits, _logger(rank))
         return _joined
     is_detected = world is None
     if is_detected:
         # Ray first: its workers also have the variables of what has started Ray.
         world = detect_ray() or detect()
-    if world is None or world.size == 1:
+    if world is None:
+        return None
+    if _restarted is None:
+        _restarted = world.restarted
+    if world.size == 1:
         return None
     log = _logger(world.rank)
     if is_detected and "SPMD_TOKEN" not in os.environ:
@@ -105,11 +119,11 @@ def job_token() -> str:
 
 
 def was_restarted() -> bool:
-    """Return whether `spmd launch`, SLURM or torchrun has started this process again, after a
+    """Return whether `spmd launch`, SLURM, torchrun or Ray has started this process again, after a
     failure or a requeue: a run resumes from its checkpoint.
     """
     names = ("SPMD_ATTEMPT", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    return any(os.environ.get(name, "0") != "0" for name in names)
+    return bool(_restarted) or any(os.environ.get(name, "0") != "0" for name in names)
 
 
 def was_requeued() -> bool:

@@ -1,6 +1,9 @@
-"""The rank of a worker of Ray Train among all workers, and the address of the first."""
+"""The rank of a worker of Ray Train, the address of the first, and whether Ray has started them
+before.
+"""
 
 import importlib
+import logging
 import os
 import secrets
 import sys
@@ -9,6 +12,10 @@ from typing import Any
 from spmd.distributed.host_gpus import share_gpus, visible_gpus
 from spmd.distributed.world import FIRST_PORT, World, free_port, join_address
 from spmd.errors import ClusterError
+
+# in Ray's folder of a run
+MARK = "spmd-has-begun"
+_log = logging.getLogger("spmd")
 
 
 def detect_ray() -> World | None:
@@ -32,14 +39,16 @@ def detect_ray() -> World | None:
     size = context.get_world_size()
     # The only worker is not one of the processes that have started Ray, either.
     if size == 1:
-        return World(0, 1, join_address("127.0.0.1", FIRST_PORT), "Ray Train")
+        address = join_address("127.0.0.1", FIRST_PORT)
+        return World(0, 1, address, "Ray Train", restarted=_has_begun_before(context))
     rank = context.get_world_rank()
     offer = None
     if rank == 0:
         host = importlib.import_module("ray.util").get_node_ip_address()
         address = os.environ.get("SPMD_COORDINATOR") or join_address(host, free_port(host))
-        offer = address, os.environ.get("SPMD_TOKEN") or secrets.token_hex(16)
-    address, token = _send_to_all(offer)
+        token = os.environ.get("SPMD_TOKEN") or secrets.token_hex(16)
+        offer = address, token, _has_begun_before(context)
+    address, token, restarted = _send_to_all(offer)
     local_rank, local_size = context.get_local_rank(), context.get_local_world_size()
     return World(
         rank=rank,
@@ -50,10 +59,36 @@ def detect_ray() -> World | None:
         local_size=local_size,
         local_devices=_local_devices(local_rank, local_size),
         token=token,
+        restarted=restarted,
     )
 
 
-def _send_to_all(offer: tuple[str, str] | None) -> tuple[str, str]:
+def _has_begun_before(context: Any) -> bool:
+    """Return whether Ray has started this run before, and leave a mark, so that the next call says
+    so.
+
+    A run has been started before after a failure, and where another program has used its name and
+    storage, by which Ray, too, continues a run.
+    """
+    try:
+        storage = context.get_storage()
+        files, mark = storage.storage_filesystem, f"{storage.experiment_fs_path}/{MARK}"
+        begun = files.get_file_info(mark).is_file
+        if not begun:
+            with files.open_output_stream(mark):
+                pass
+    # of Ray, without processes of its own: it starts nothing again
+    except NotImplementedError:
+        return False
+    # Ray may change this interface with any version.
+    except (AttributeError, OSError) as error:
+        text = "Ray's folder does not say whether it has started this run before (%s).\n    fix: %s"
+        _log.warning(text, error, "fit(resume=True).")
+        return False
+    return begun
+
+
+def _send_to_all(offer: tuple[str, str, bool] | None) -> tuple[str, str, bool]:
     """Return what the first worker offers."""
     try:
         # not among the packages that the checks install

@@ -1,5 +1,6 @@
 """Callbacks: the base class, and the argument that a callback receives."""
 
+from pathlib import Path
 from typing import Any
 
 from spmd.data.nonfinite import find_nonfinite
@@ -56,6 +57,11 @@ class Info:
                 "device wait.",
             )
         return self._control.run.state
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder; None: it has none."""
+        return self._control.parts.config.folder
 
     @property
     def placed(self) -> Any:

@@ -4,6 +4,7 @@ import sys
 import types
 
 import pytest
+from pyarrow import fs
 
 from spmd.distributed import initialize
 from spmd.distributed.ray_world import detect_ray
@@ -24,12 +25,16 @@ SLURM = {
 class Worker:
     """What Ray says in one of its workers; `sent` is what the first one has sent to all."""
 
-    def __init__(self, rank, size, sent=None):
+    def __init__(self, rank, size, sent=None, folder="no-such-folder"):
         self.get_world_rank = lambda: rank
         self.get_world_size = lambda: size
         self.get_local_rank = lambda: rank
         self.get_local_world_size = lambda: size
         self.sent = sent
+
+        self.get_storage = lambda: types.SimpleNamespace(
+            storage_filesystem=fs.LocalFileSystem(), experiment_fs_path=str(folder)
+        )
 
     def broadcast(self, offer):
         if offer is not None:
@@ -42,6 +47,7 @@ def start(monkeypatch):
     """Make this process a worker."""
     for name in ("SPMD_COORDINATOR", "SPMD_TOKEN", "SPMD_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(initialize, "_restarted", None)
 
     def start(worker, gpus=()):
         def get_context():
@@ -90,7 +96,7 @@ def test_worker_has_the_variables_of_what_started_ray(start, monkeypatch):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(initialize.coordination, "backends_initialized", lambda: True)
-    start(Worker(1, 3, ("127.0.0.1:4000", "secret")))
+    start(Worker(1, 3, ("127.0.0.1:4000", "secret", False)))
     with pytest.raises(initialize.ClusterError, match=r"process 1 of 3 \(Ray Train\)"):
         initialize.join()
 
@@ -119,15 +125,69 @@ def test_a_single_worker_trains_alone(start, monkeypatch):
 def test_gpus_of_a_worker(start, monkeypatch, visible, assigned, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    start(Worker(1, 2, ("127.0.0.1:4000", "secret")), assigned)
+    start(Worker(1, 2, ("127.0.0.1:4000", "secret", False)), assigned)
     assert detect_ray().local_devices == expected
 
 
 def test_gpus_that_a_worker_does_not_see(start, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
-    start(Worker(1, 2, ("127.0.0.1:4000", "secret")), ["1"])
+    start(Worker(1, 2, ("127.0.0.1:4000", "secret", False)), ["1"])
     with pytest.raises(initialize.ClusterError, match=r"has GPU 1, which .*\(GPU-a, GPU-b\)"):
         detect_ray()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_that_ray_has_started_before(start, size, tmp_path):
+    again = []
+    for _ in range(3):
+        start(Worker(0, size, folder=tmp_path))
+        again.append(detect_ray().restarted)
+    assert again == [False, True, True]
+    # another run has another folder
+    other = tmp_path / "other"
+    other.mkdir()
+    start(Worker(0, size, folder=other))
+    assert not detect_ray().restarted
+
+
+def test_other_workers_ask_the_first_whether_it_was_restarted(start, tmp_path):
+    first = Worker(0, 2, folder=tmp_path)
+    start(first)
+    detect_ray()
+    detect_ray()
+    start(Worker(1, 2, first.sent))
+    assert detect_ray().restarted
+
+
+def test_single_worker_that_was_restarted_resumes(start, monkeypatch, tmp_path):
+    for expected in (False, True):
+        # another process
+        monkeypatch.setattr(initialize, "_restarted", None)
+        start(Worker(0, 1, folder=tmp_path))
+        for _ in range(2):
+            assert initialize.join() is None and initialize.was_restarted() is expected
+
+
+def test_ray_that_does_not_say_whether_it_was_restarted(start, caplog, tmp_path):
+    worker = Worker(0, 2, folder=tmp_path / "removed")
+    start(worker)
+    assert not detect_ray().restarted
+    assert "whether it has started this run before" in caplog.text
+    assert "fix: fit(resume=True)" in caplog.text
+
+
+def test_ray_has_connected_the_processes(start, monkeypatch, tmp_path):
+    """As it does with GPUs: the token and the restart are still of use."""
+    monkeypatch.setattr(initialize, "_joined", None)
+    monkeypatch.setattr(initialize, "_restarted", None)
+    monkeypatch.setattr(initialize.coordination, "is_initialized", lambda: True)
+    monkeypatch.setattr(initialize.coordination, "process_info", lambda: (1, 2, "10.0.0.1:5000"))
+    monkeypatch.setattr(initialize.watchdog, "start", lambda *args: None)
+    start(Worker(1, 2, ("10.0.0.1:4000", "secret", True)))
+    world = initialize.join()
+    assert (world.rank, world.size, world.address) == (1, 2, "10.0.0.1:5000")
+    assert (world.source, world.token) == ("Ray Train", "secret")
+    assert initialize.was_restarted()
 
 
 def test_an_older_ray_train_is_an_error(start, monkeypatch):

@@ -65,6 +65,13 @@ SLURM_PROCID=0 SLURM_STEPMGR=sh04-10n05 SLURM_STEP_GPUS=7 SLURM_STEP_ID=0 SLURM_
 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=1 SLURM_TRES_PER_TASK=cpu=4
 """  # noqa: E501
 
+# A pod of Kubeflow Trainer 2.3, with its runtime jax-distributed; pkg/runtime/framework/plugins/jax
+# and Kubernetes' own variables of an Indexed Job
+KUBEFLOW = """
+JAX_NUM_PROCESSES=4 JAX_PROCESS_ID=3 JAX_COORDINATOR_ADDRESS=train-node-0-0.train:6666 JOB_COMPLETION_INDEX=3
+KUBERNETES_SERVICE_HOST=10.96.0.1 HOSTNAME=train-node-0-3
+"""  # noqa: E501
+
 
 def detected(*texts):
     environ = dict(word.split("=", 1) for text in texts for word in text.split())
@@ -88,6 +95,9 @@ def detected(*texts):
             id="four tasks of one node",
         ),
         pytest.param([TWO_NODES], (1, 2, f"node1:{port(25)}", 0, 1, None), id="two nodes"),
+        pytest.param(
+            [KUBEFLOW], (3, 4, "train-node-0-0.train:6666", None, None, None), id="Kubeflow"
+        ),
         pytest.param([ONE_GPU_SHELL], ALONE, id="a shell with a GPU"),
         pytest.param([ONE_GPU_STEP], ALONE, id="a step of one task with a GPU"),
         pytest.param([BY_MPIRUN_AFAR], ALONE, id="a step of one task"),

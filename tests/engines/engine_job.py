@@ -1,4 +1,8 @@
-"""Train a small model in the processes that an engine starts, and print a hash of its weights."""
+"""Train a small model in the processes that an engine starts.
+
+Each writes its first step, and a hash of its weights, to a file: engines may lose the last of what
+is printed.
+"""
 
 import argparse
 import hashlib
@@ -15,7 +19,7 @@ from flax import nnx
 import spmd
 
 
-def main(words=None):
+def main(words=None, callbacks=()):
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="of the run")
     parser.add_argument("--kill", action="store_true", help="process 1, once, after step 12")
@@ -23,9 +27,13 @@ def main(words=None):
     options = parser.parse_args(words)
     steps_here = itertools.count()
 
+    def note(text):
+        with (options.folder / f"process-{jax.process_index()}").open("a") as file:
+            file.write(f"{text}\n")
+
     def watch(info):
         if next(steps_here) == 0:
-            print(f"FIRST {info.step} in process {jax.process_index()}", flush=True)
+            note(f"first step {info.step}")
         was_killed = options.folder / "was-killed"
         if options.kill and jax.process_index() == 1 and info.step == 12:
             if not was_killed.exists():
@@ -47,12 +55,13 @@ def main(words=None):
         checkpoint=spmd.Checkpoint(options.folder / "run", every=5),
         # without it: a process that an engine has started again resumes, too
         resume=options.resume,
-        callbacks=[watch],
+        callbacks=[watch, *callbacks],
         progress=False,
     )
+    note(f"loss {result.history['loss'][-1]}")
     weights = [np.asarray(leaf) for leaf in jax.tree.leaves(result.state.params)]
     digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in weights)).hexdigest()
-    print(f"HASH {digest[:16]} in process {jax.process_index()} of {jax.process_count()}")
+    note(f"hash {digest[:16]} of {jax.process_count()} processes")
 
 
 if __name__ == "__main__":

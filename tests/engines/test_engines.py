@@ -5,6 +5,7 @@ killed and the job is started again, it ends with the weights of a job that ran 
 programs of the system, or packages of gigabytes, which neither spmd nor its other tests need.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).parent / "engine_job.py"
 # PyTorch stands in an environment of its own; the job's processes do not import it.
 TORCHRUN = shutil.which("torchrun", path=ROOT / ".venv-engines" / "bin") or "torchrun"
+RAY = ROOT / ".venv-engines" / "bin" / "python"
 MPI = {
     "Hydra": ("mpiexec.hydra", "-n", "2"),
     "Open MPI": ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"),
@@ -55,17 +57,25 @@ def folders(tmp_path):
     return made
 
 
-def hashes(code, output):
-    """The hash of each process of a job that has trained to its end."""
+def notes(folder, name):
+    """What both processes have noted under this name, in all attempts."""
+    pattern = re.compile(rf"^{name} (.*)$", re.MULTILINE)
+    return [pattern.findall((folder / f"process-{rank}").read_text()) for rank in range(2)]
+
+
+def weights(code, output, folder):
+    """The hash of the weights of a job that has trained to its end, the same in both processes."""
     assert code == 0, output
-    printed = set(re.findall(r"HASH (\w+) in process (\d) of 2", output))
-    assert sorted(rank for _, rank in printed) == ["0", "1"], output
-    return printed
+    first, second = notes(folder, "hash")
+    assert first == second and len(first) == 1 and first[0].endswith("of 2 processes"), output
+    return first[0]
 
 
-def check_resumed(output):
-    """The job has begun at a checkpoint, not at its beginning."""
-    assert re.search(r"FIRST (6|11) in process 1", output), output
+def check_resumed(folder, output):
+    """A process was killed, and the next attempt has begun at a checkpoint."""
+    assert (folder / "was-killed").exists(), output
+    for first, second in notes(folder, "first step"):
+        assert first == "1" and second in ("6", "11"), output
 
 
 @pytest.mark.parametrize("engine", MPI)
@@ -76,13 +86,13 @@ def test_mpi(engine, tmp_path):
     undisturbed, disturbed = folders(tmp_path)
     code, output = run([*command, undisturbed])
     assert f"process 1 of 2 ({engine})" in output
-    expected = hashes(code, output)
+    expected = weights(code, output, undisturbed)
 
     code, output = run([*command, disturbed, "--kill"])
-    assert code != 0 and (disturbed / "was-killed").exists(), output
+    assert code != 0, output
     code, output = run([*command, disturbed, "--kill", "--resume"])
-    assert hashes(code, output) == expected
-    check_resumed(output)
+    assert weights(code, output, disturbed) == expected
+    check_resumed(disturbed, output)
 
 
 def test_torchrun(tmp_path):
@@ -97,32 +107,49 @@ def test_torchrun(tmp_path):
 
     code, output = run(command(undisturbed))
     assert "process 1 of 2 (torchrun)" in output
-    expected = hashes(code, output)
+    expected = weights(code, output, undisturbed)
 
     # torchrun starts all processes again
     code, output = run(command(disturbed, "--kill"))
-    assert (disturbed / "was-killed").exists(), output
-    assert hashes(code, output) == expected
-    check_resumed(output)
+    assert weights(code, output, disturbed) == expected
+    check_resumed(disturbed, output)
+
+
+def run_ray(folder, *words):
+    """Run `ray_job.py`, whose first process listens on loopback. (Ray has no such choice.)"""
+    return run(
+        [RAY, JOB.with_name("ray_job.py"), folder, *words],
+        RAY_DEDUP_LOGS=0,
+        RAY_TRAIN_V2_ENABLED=1,
+        SPMD_COORDINATOR=f"127.0.0.1:{free_port('127.0.0.1')}",
+    )
 
 
 def test_ray(tmp_path):
-    """In workers without GPUs, for which Ray does not connect JAX's processes."""
-    python = ROOT / ".venv-engines" / "bin" / "python"
-    command = [python, "-c", "import ray.train.v2.jax, spmd"]
-    if not python.exists() or subprocess.run(command, capture_output=True).returncode:
+    command = [RAY, "-c", "import ray.train.v2.jax, spmd"]
+    if not RAY.exists() or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("Ray is not installed (make test-engines)")
     undisturbed, disturbed = folders(tmp_path)
-    command = [python, JOB.with_name("ray_job.py")]
-    variables = {"RAY_DEDUP_LOGS": 0, "RAY_TRAIN_V2_ENABLED": 1}
-    code, output = run([*command, undisturbed], **variables)
-    assert "process 1 of 2 (Ray Train)" in output
-    expected = hashes(code, output)
+    code, output = run_ray(undisturbed, "--actors")
+    assert "process 1 of 2 (plain actors), process 0 at 127.0.0.1:" in output
+    expected = weights(code, output, undisturbed)
 
-    code, output = run([*command, disturbed, "--kill", "--resume"], **variables)
-    assert (disturbed / "was-killed").exists(), output
-    assert hashes(code, output) == expected
-    check_resumed(output)
+    code, output = run_ray(disturbed, "--kill")
+    assert "process 1 of 2 (Ray Train)" in output
+    assert weights(code, output, disturbed) == expected
+    check_resumed(disturbed, output)
+    # what was reported to Ray
+    checkpoint = re.search(r"^CHECKPOINT (.*)$", output, re.MULTILINE)
+    assert checkpoint and json.loads(checkpoint[1]) == {"folder": f"{disturbed}/run", "step": 20}
+    loss = re.search(r"^RESULT (.*)$", output, re.MULTILINE)
+    assert loss and notes(disturbed, "loss") == [[loss[1]]] * 2
+
+    # With GPUs, which do not exist here, Ray connects JAX's processes itself.
+    third = tmp_path / "connected"
+    third.mkdir()
+    code, output = run_ray(third, "--kill", "--gpus")
+    assert weights(code, output, third) == expected
+    check_resumed(third, output)
 
 
 def test_slurm(tmp_path):
@@ -132,12 +159,11 @@ def test_slurm(tmp_path):
     with slurm.cluster() as variables:
         code, output = run(["srun", "-N2", "-n2", sys.executable, JOB, undisturbed], **variables)
         assert "process 1 of 2 (SLURM job 1), process 0 at 127.0.0.1:" in output
-        expected = hashes(code, output)
+        expected = weights(code, output, undisturbed)
 
         spmd = [sys.executable, "-m", "spmd", "launch", "--srun", "--max-restarts", "1"]
         job = ["salloc", "-N2", "-n2", *spmd, JOB, disturbed, "--kill"]
         code, output = run(job, **variables)
-    assert (disturbed / "was-killed").exists(), output
     assert "restart 1 of at most 1" in output
-    assert hashes(code, output) == expected
-    check_resumed(output)
+    assert weights(code, output, disturbed) == expected
+    check_resumed(disturbed, output)
