@@ -36,6 +36,8 @@ SETTINGS = (
 COMMAND_SECONDS = 10.0  # for git, for nvidia-smi, and for the resolver
 WRITTEN = 32 << 20  # bytes
 LEAST_FREE = 2 << 30  # bytes
+# https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/
+DRIVER_OF_CUDA_13 = 580
 WAYS_OUT = "JAX_PLATFORMS=cpu uses no accelerator; if `nvidia-smi` hangs too, the driver does."
 # Runs in a process of its own, since a driver may hang. Devices first: the cache asks for them.
 PROBE = """
@@ -291,6 +293,17 @@ def drivers() -> dict[str, Any]:
     return {"gpus": output.text.strip().splitlines(), "failure": ""}
 
 
+def _cuda_extra(gpu: str) -> str:
+    """The extra whose CUDA the driver of this GPU supports.
+
+    >>> _cuda_extra("NVIDIA A100-SXM4-40GB, 40960 MiB, 570.133.20")
+    'cuda12'
+    """
+    major = gpu.rpartition(", ")[2].partition(".")[0]
+    is_older = major.isdecimal() and int(major) < DRIVER_OF_CUDA_13
+    return "cuda12" if is_older else "cuda13"
+
+
 def network() -> dict[str, str]:
     """Try to connect two sockets of this machine, and to resolve its name; "" or what is wrong with
     each.
@@ -402,7 +415,7 @@ def _device_problems(facts: Mapping[str, Any]) -> Iterator[Problem]:
             f"the driver knows {len(gpus)} GPU{'s' * (len(gpus) != 1)}, and JAX uses "
             f"{devices['devices'][0]['platform']}."
         )
-        fix = f"{how_to_install('cuda')}."
+        fix = f"{how_to_install(_cuda_extra(gpus[0]))}."
         if platforms := facts["environment"].get("JAX_PLATFORMS", ""):
             fix = f"unset JAX_PLATFORMS, which is {platforms}."
         yield Problem("JAX uses no GPU", [why], fix)

@@ -84,6 +84,18 @@ OTHERS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("driver", "extra"), [("570.86", "cuda12"), ("580.65.06", "cuda13"), ("[N/A]", "cuda13")]
+)
+def test_cuda_that_the_driver_supports(driver, extra):
+    found = broken(
+        devices={"devices": [{"platform": "cpu", "kind": "cpu", "bytes": 0}]},
+        drivers={"gpus": [f"NVIDIA L4, 23034 MiB, {driver}"], "failure": ""},
+    )
+    (problem,) = problems(found)
+    assert f".[{extra}]" in problem.fix
+
+
 def test_report_of_a_machine_with_problems(golden):
     found = broken(**UNHEALTHY)
     golden("doctor_unhealthy", report(found, problems(found)))
