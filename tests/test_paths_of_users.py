@@ -134,6 +134,12 @@ TAKES = {
     "data/parquet_files.py:parquet:files": lambda path: spmd.data.parquet(path, batch_size=1),
     "data/text_records.py:text:files": text,
     "data/text_records.py:text:index": lambda path: text("missing.jsonl", index=path),
+    "data/tar_shards.py:webdataset:files": lambda path: spmd.data.webdataset(
+        path, decode=dict, batch_size=1
+    ),
+    "data/tar_shards.py:webdataset:index": with_file(
+        lambda file, path: spmd.data.webdataset(file, decode=dict, batch_size=1, index=path)
+    ),
     "data/tfrecords.py:tfrecord:files": lambda path: spmd.data.tfrecord(
         path, features=FEATURES, batch_size=1
     ),

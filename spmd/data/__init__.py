@@ -10,11 +10,13 @@ from spmd.data.bucketing import buckets
 from spmd.data.csv_files import csv
 from spmd.data.device_dataset import resident
 from spmd.data.features import fixed, padded
+from spmd.data.huggingface_rows import huggingface
 from spmd.data.idx_files import mnist
 from spmd.data.image_files import images
 from spmd.data.parquet_files import parquet
 from spmd.data.prompts import Prompts
 from spmd.data.records import Records
+from spmd.data.tar_shards import webdataset
 from spmd.data.text_records import text
 from spmd.data.tfrecords import tfrecord
 
@@ -25,6 +27,7 @@ __all__ = [
     "buckets",
     "csv",
     "fixed",
+    "huggingface",
     "images",
     "mnist",
     "padded",
@@ -32,4 +35,5 @@ __all__ = [
     "resident",
     "text",
     "tfrecord",
+    "webdataset",
 ]
