@@ -21,8 +21,10 @@ from spmd.errors import ClusterError
 ROOT = "spmd/"
 # Of one call, which Python cannot interrupt: Ctrl-C and SIGTERM are handled between two.
 MAX_WAIT_MS = 1000
-# seconds: without a heartbeat to the service; and for all to reach their end
-HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 30, 300
+# seconds: without a heartbeat to the service; and for all to reach their end. JAX aborts a process
+# half of the first to all of it after a host is lost, so more than `links.LOST_SECONDS`, and the
+# seconds to exit, are below the half.
+HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 60, 300
 
 
 def is_initialized() -> bool:

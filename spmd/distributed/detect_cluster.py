@@ -11,6 +11,8 @@ from spmd.distributed.world import World
 from spmd.errors import ClusterError
 
 JOINING = "SPMD_PROCESSES, SPMD_PROCESS and SPMD_COORDINATOR=HOST:PORT in each process"
+# of the token in examples/cluster
+PLACEHOLDER = "REPLACE-ME"
 ALONE = "SPMD_PROCESSES=1 if this process is to train alone"
 # of the shell that salloc starts on the first node, where a site has it so: a step of one task
 INTERACTIVE_STEP = "4294967290"
@@ -86,6 +88,11 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
                 environ.get("SLURM_JOB_NUM_NODES", "1"),
             )
         return None
+    if environ.get("SPMD_TOKEN") == PLACEHOLDER:
+        raise ClusterError(
+            f"SPMD_TOKEN={PLACEHOLDER}, which is no secret: the examples have it in its place.",
+            fix="a random text, such as that of: openssl rand -hex 16.",
+        )
     return dataclasses.replace(
         world,
         address=environ.get("SPMD_COORDINATOR", world.address),

@@ -19,7 +19,7 @@ from spmd.distributed.rendezvous import ProcessInfo, wait_for_all
 from spmd.distributed.secret import with_token
 from spmd.distributed.timeouts import StallTimeouts
 from spmd.distributed.world import World
-from spmd.errors import ClusterError
+from spmd.errors import ClusterError, short_repr
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "spmd")
 
@@ -30,7 +30,10 @@ _restarted: bool | None = None
 
 
 def join(
-    world: World | None = None, *, timeout: float = 300.0, limits: StallTimeouts | None = None
+    world: World | None = None,
+    *,
+    timeout: float | None = None,
+    limits: StallTimeouts | None = None,
 ) -> World | None:
     """Connect this process to those that train with it; does nothing in a single process.
 
@@ -42,7 +45,7 @@ def join(
     Args:
       world: the place of this process; None: that of Ray Train's worker, or read from the
         environment that launchers set (`spmd.distributed.detect_cluster.detect`).
-      timeout: seconds until all processes must have arrived.
+      timeout: seconds until all processes must have arrived; None: $SPMD_JOIN_TIMEOUT, or 300.
       limits: how long a phase may make no progress; None: $SPMD_STALL, or 60 s for a step and 1800
         s for any other phase.
 
@@ -94,7 +97,7 @@ def join(
     if world.size == 1:
         return None
     log = _logger(world.rank)
-    if is_detected and "SPMD_TOKEN" not in os.environ:
+    if is_detected:
         world = with_token(world, log)
     if coordination.backends_initialized():
         raise ClusterError(
@@ -106,11 +109,26 @@ def join(
     info = ProcessInfo(
         world.rank, world.size, f"{socket.gethostname()} (process id {os.getpid()})", _facts()
     )
+    if timeout is None:
+        timeout = _join_timeout()
     address, links = wait_for_all(world, info, timeout=timeout, log=log)
     coordination.initialize(world, address, timeout, local_address(links))
     watchdog.start(world.rank, world.size, limits, log, links)
     _joined = world
     return world
+
+
+def _join_timeout() -> float:
+    text = os.environ.get("SPMD_JOIN_TIMEOUT") or "300"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ClusterError(
+            f"$SPMD_JOIN_TIMEOUT is {short_repr(text)}.", fix="seconds, such as 300."
+        )
+    return seconds
 
 
 def job_token() -> str:
@@ -166,7 +184,12 @@ def shrink_factor() -> int:
 
 
 def _logger(rank: int) -> Callable[[str], None]:
-    return lambda text: print(f"spmd {rank}: {text}", file=sys.stderr, flush=True)
+    def log(text: str) -> None:
+        # Ray Train replaces `print` in its workers, and shows each line twice.
+        sys.stderr.write(f"spmd {rank}: {text}\n")
+        sys.stderr.flush()
+
+    return log
 
 
 def _facts() -> dict[str, str]:

@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from spmd.base.output_files import replace_atomically
 from spmd.errors import OptionError
@@ -33,6 +33,14 @@ HEARTBEAT_SECONDS = 1.0
 # Kinds of failures: an error of this process; no progress in its own code; another process did not
 # arrive, or broke a transfer.
 ERROR, STALL, WAIT = "error", "stall", "wait"
+
+
+def exit_at_once(number: int, frame: object) -> NoReturn:
+    """Handle SIGTERM where no run does: in the first process of a container, for which the kernel
+    ignores signals without a handler.
+    """
+    del number, frame
+    os._exit(TERMINATED)
 
 
 def chosen_stop_signals() -> list[signal.Signals]:

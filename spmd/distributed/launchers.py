@@ -80,7 +80,7 @@ def read_torchrun(environ: Environ) -> World | None:
     # Torchrun itself listens at MASTER_PORT.
     job = f"{world.port} {environ['TORCHELASTIC_RUN_ID']}"
     address = join_address(world.host, job_port(job))
-    return dataclasses.replace(world, address=address, source="torchrun", token=job)
+    return dataclasses.replace(world, address=address, source="torchrun", job=job)
 
 
 def read_torch(environ: Environ) -> World | None:
@@ -204,7 +204,7 @@ def read_slurm(environ: Environ) -> World | None:
         local_rank=local_rank,
         local_size=local_size,
         local_devices=local_devices,
-        token=f"{job}.{step}",
+        job=f"{job}.{step}",
     )
 
 
@@ -222,7 +222,7 @@ def read_nodes(environ: Environ) -> World | None:
             source=source,
             local_rank=0,
             local_size=1,
-            token=job,
+            job=job,
         )
     return None
 
@@ -279,7 +279,7 @@ def _of_one_host(
         local_rank=local_rank,
         local_size=local_size,
         local_devices=local_devices,
-        token=job,
+        job=job,
     )
 
 

@@ -112,12 +112,13 @@ def _local_devices(local_rank: int, local_size: int) -> tuple[int, ...] | None:
     if not assigned:
         return share_gpus(os.environ, local_rank, local_size)
     visible = visible_gpus()
-    if len(visible) <= len(assigned):
-        return None
     if unseen := sorted(set(assigned) - set(visible)):
         raise ClusterError(
             f"Ray Train: worker {local_rank} of this host has GPU {unseen[0]}, which is not among "
             f"the visible ones ({', '.join(visible)}).",
-            fix="CUDA_VISIBLE_DEVICES with the names that Ray uses, or without it.",
+            fix="JaxTrainer(jax_config=JaxConfig()), which leaves each worker its own GPUs; and "
+            "CUDA_VISIBLE_DEVICES with the names that Ray uses, or without it.",
         )
+    if len(visible) == len(assigned):
+        return None
     return tuple(visible.index(name) for name in assigned)

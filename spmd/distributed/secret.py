@@ -31,6 +31,8 @@ def with_token(world: World, log: Callable[[str], None], home: Path | None = Non
     Raises:
       ClusterError: another user could read the secret, or has created it.
     """
+    if world.token:
+        return world
     one_host = (
         world.local_size == world.size
         or world.host in ("localhost", "::1")
@@ -46,7 +48,8 @@ def with_token(world: World, log: Callable[[str], None], home: Path | None = Non
                 "set a random SPMD_TOKEN everywhere"
             )
         return world
-    job = f"{world.token} {world.address} {world.size}"
+    # The hosts of a job may know process 0 by several addresses.
+    job = f"{world.job or world.address} {world.size}"
     token = hmac.new(secret, job.encode(), hashlib.sha256).hexdigest()
     return dataclasses.replace(world, token=token)
 

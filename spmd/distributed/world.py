@@ -23,7 +23,8 @@ class World:
       source: the launcher that set them.
       local_rank, local_size: rank and number of processes on this host; None if unknown.
       local_devices: the visible devices that this process uses; None: all.
-      token: a secret of the job's processes.
+      token: a secret of the job's processes; "": it has none.
+      job: what names the job, the same in all of its processes.
       restarted: whether the launcher has started the job before, where no variable says so.
 
     Example:
@@ -40,6 +41,7 @@ class World:
     local_devices: tuple[int, ...] | None = None
     token: str = ""
     restarted: bool = False
+    job: str = ""
 
     def __post_init__(self):
         if self.size < 1 or not 0 <= self.rank < self.size:

@@ -6,7 +6,7 @@ the set's rules read (https://jobset.sigs.k8s.io/docs/tasks/failure_policy/, of 
 
 from typing import Any
 
-from spmd.distributed.launcher_protocol import DISAGREED, TERMINATED, USAGE
+from spmd.distributed.launcher_protocol import DISAGREED, PEER, TERMINATED, USAGE
 from spmd.launch.pod_failures import on_codes, on_disruption
 
 VERSION = "jobset.x-k8s.io/v1alpha2"
@@ -39,6 +39,9 @@ def spec(
         "podFailurePolicy": {
             "rules": [
                 on_codes("FailJob", USAGE, DISAGREED, TERMINATED),
+                # The pods of the others end after 20 s when a node is lost, and Kubernetes says
+                # so minutes later: that decides, and not they.
+                on_codes("Ignore", PEER),
                 on_disruption("FailJob"),
             ]
         },
@@ -53,7 +56,6 @@ def spec(
             "subdomain": name,
             "publishNotReadyAddresses": True,
         },
-        "coordinator": {"replicatedJob": JOB, "jobIndex": 0, "podIndex": 0},
         "failurePolicy": {
             "maxRestarts": max_restarts,
             # The first rule that matches applies; without one, a restart that counts.

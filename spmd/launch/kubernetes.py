@@ -4,6 +4,7 @@ other, or a JobSet; and the Secret that the pods share.
 
 import dataclasses
 import math
+import posixpath
 import re
 import secrets
 from collections.abc import Sequence
@@ -28,10 +29,16 @@ LABEL = r"[a-z]([a-z0-9-]*[a-z0-9])?"
 LONGEST = 63
 # a key of labels: with a prefix, which is a domain, or without
 KEY = r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
-QUANTITY = r"\d{1,12}(\.\d{1,3})?(Ki|Mi|Gi|Ti|k|M|G|T)?"
+QUANTITY = r"(?=[\d.]*[1-9])\d{1,12}(\.\d{1,3})?(Ki|Mi|Gi|Ti|k|M|G|T)?"
+# seconds: a pod may start minutes after another, where nodes are added or images are fetched; and
+# after the loss of a node it takes Kubernetes 6 minutes to replace its pod
+JOIN_TIMEOUT = 1800
 # the group that owns the volume, so that containers without root can write to it; as in
 # examples/cluster/Dockerfile
 GROUP = 1000
+SHARED_MEMORY = "/dev/shm"
+# of a pod among those of its job; Kubernetes sets it
+INDEX = "JOB_COMPLETION_INDEX"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +108,18 @@ class KubernetesJob:
             raise OptionError(
                 f"{option('grace', self.settings.grace)}.", fix="a finite number of seconds."
             )
-        for name in ("namespace", "queue"):
-            check_pattern(
-                name,
-                getattr(self, name),
-                r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
-                "lower-case letters, digits and -, at most 63",
-            )
+        check_pattern(
+            "namespace",
+            self.namespace,
+            r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
+            "lower-case letters, digits and -, at most 63",
+        )
+        check_pattern(
+            "queue",
+            self.queue,
+            r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?",
+            "lower-case letters, digits, - and ., at most 63",
+        )
         check_pattern(
             "exclusive_topology",
             self.exclusive_topology,
@@ -128,7 +140,15 @@ class KubernetesJob:
             "claim", self.claim, r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^:\s]{1,1000}", where
         )
         check_printable("claim", self.claim or "none")
-        check_environment_variables(self.env, self.settings.environment())
+        if self.claim and posixpath.normpath(self.claim.partition(":")[2]) == SHARED_MEMORY:
+            raise OptionError(
+                f"{option('claim', repr(self.claim))}: {SHARED_MEMORY} is the memory that "
+                "processes share.",
+                fix=f"{where}, such as /runs.",
+            )
+        names = check_environment_variables(self.env, self.settings.environment())
+        if INDEX in names:
+            raise OptionError(f"env {INDEX} is set by Kubernetes in each pod.", fix="leave it out.")
 
 
 def manifest(argv: Sequence[str], config: KubernetesJob, token: str | None = None) -> str:
@@ -259,7 +279,7 @@ def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
     if config.shm:
         shm["sizeLimit"] = config.shm
     volumes.append({"name": "shm", "emptyDir": shm})
-    mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    mounts.append({"name": "shm", "mountPath": SHARED_MEMORY})
     container = {
         "name": CONTAINER,
         "image": config.image,
@@ -289,7 +309,7 @@ def _pod(argv: Sequence[str], config: KubernetesJob, name: str) -> dict[str, Any
 
 
 def _env(config: KubernetesJob, name: str) -> list[dict[str, Any]]:
-    """The variables of a pod; its rank is JOB_COMPLETION_INDEX, which Kubernetes sets.
+    """The variables of a pod; its rank is `INDEX`.
 
     A pod cannot know whether it replaces another, so it always declares a restart: a run resumes
     from its checkpoint, if it has one.
@@ -301,7 +321,11 @@ def _env(config: KubernetesJob, name: str) -> list[dict[str, Any]]:
         "SPMD_COORDINATOR": f"{host}:{job_port(name)}",
     }
     variables |= (
-        {"SPMD_ATTEMPT": "1", "PYTHONUNBUFFERED": "1"}
+        {
+            "SPMD_ATTEMPT": "1",
+            "SPMD_JOIN_TIMEOUT": str(JOIN_TIMEOUT),
+            "PYTHONUNBUFFERED": "1",
+        }
         | config.settings.environment()
         | dict(config.env)
     )

@@ -1,4 +1,4 @@
-"""Rules of a podFailurePolicy: what becomes of a Kubernetes Job when a pod fails."""
+"""Rules of a podFailurePolicy: what Kubernetes does with a Job when a pod fails."""
 
 from typing import Any
 

@@ -81,13 +81,20 @@ class ProcessGroup:
                 codes[rank] = status.si_status if exited else -status.si_status
         return codes
 
-    def wait(self, grace: float, send: Callable[[int], None] | None = None) -> dict[int, int]:
+    def wait(
+        self,
+        grace: float,
+        send: Callable[[int], None] | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> dict[int, int]:
         """Wait until all have ended; kill them soon after one has failed, or `grace` seconds after
         a request to stop.
 
         Args:
           grace: seconds.
           send: sends a signal to all; None: `signal` does.
+          is_over: returns True where all are to be killed now, for a reason that their ends do not
+            show.
 
         Returns:
           Exit codes by rank; negative ones are signals.
@@ -104,7 +111,7 @@ class ProcessGroup:
                 settle = KILLED if failed == {-signal.SIGKILL} else SETTLE
                 deadline = time.monotonic() + settle
                 self.failed_at = time.time()
-            if deadline is not None and time.monotonic() > deadline:
+            if is_over() or (deadline is not None and time.monotonic() > deadline):
                 send(signal.SIGKILL)
                 # `send` has done its part: from now on kill the processes here directly.
                 send = self.signal

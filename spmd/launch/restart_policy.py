@@ -36,6 +36,7 @@ class Attempt:
       fewer: whether it ran on fewer hosts than configured; options that do not fit those may fit
         all.
       stop_signal: the signal that asked all processes to stop; None: there was none.
+      final: why there can be no other attempt; "": there can.
     """
 
     codes: Mapping[int, int]
@@ -47,6 +48,7 @@ class Attempt:
     unreported_cause: tuple[int, str] | None = None
     saved: int | None = None
     failed_at: float | None = None
+    final: str = ""
 
     @property
     def cause(self) -> str:
@@ -231,6 +233,8 @@ def no_restart_reason(attempts: Sequence[Attempt], most: int) -> str | None:
     """
     last = attempts[-1]
     codes = set(last.codes.values())
+    if last.final:
+        return last.final
     if DISAGREED in codes:
         return "processes that disagree would disagree again"
     if USAGE in codes and not last.fewer:

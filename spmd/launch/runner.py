@@ -14,7 +14,7 @@ from pathlib import Path
 from spmd.base.xla import simulate_cpus
 from spmd.distributed import watchdog
 from spmd.distributed.initialize import join
-from spmd.distributed.launcher_protocol import PEER, TERMINATED, report_to_launcher
+from spmd.distributed.launcher_protocol import PEER, TERMINATED, exit_at_once, report_to_launcher
 from spmd.launch.spares import wait_as_spare
 
 
@@ -25,6 +25,8 @@ def main(argv: Sequence[str]) -> None:
     threading.Thread(
         target=_exit_with, args=(int(os.environ.get("SPMD_LAUNCHER", "0")),), daemon=True
     ).start()
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, exit_at_once)
     # Before anything below reads the environment: a spare process gets that of its attempt here.
     wait_as_spare()
     try:

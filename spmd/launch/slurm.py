@@ -212,9 +212,10 @@ def script(argv: Sequence[str], config: SlurmJob) -> str:
     launch = shlex.join([*words, *_launch_options(config.settings), *argv])
     # With exec no shell stands between SLURM and the launcher.
     ending = f"exec {launch}"
+    # SLURM starts a job again whose node has failed, too, and would truncate its output.
+    lines.append("#SBATCH --open-mode=append")
     if config.requeue:
-        # append: SLURM otherwise truncates the output of a job that it starts again
-        lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
+        lines.append("#SBATCH --requeue")
         ending = _REQUEUE.format(launch=launch, code=TERMINATED)
     lines += [f"#SBATCH {option}" for option in config.extra]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in config.env]

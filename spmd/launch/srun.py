@@ -3,10 +3,12 @@ another step after a failure.
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from spmd.distributed.coordination import SHUTDOWN_TIMEOUT
 from spmd.distributed.launcher_protocol import TERMINATED
 from spmd.distributed.launchers import task_counts
 from spmd.errors import OptionError
+from spmd.launch.failure_cause import failures
 from spmd.launch.local_launcher import (
     attempt_environment,
     check_script,
@@ -45,6 +48,12 @@ TAKEN = (
 FEW_CPUS = 2
 # In the working folder, which all nodes share; /tmp is each node's own.
 REPORTS = ".spmd"
+# seconds from the failure of a process to the end of a step: all others have exited by then
+END_SECONDS = 30.0
+LOOK_SECONDS = 2.0
+# Seconds between two tries to start processes on nodes of which one was lost, and for all of them:
+# SLURM gives a node up after 300 s (SlurmdTimeout), and the job with it.
+TRY_SECONDS, START_SECONDS = 10.0, 600.0
 
 
 def launch(
@@ -82,61 +91,159 @@ def launch(
             "devices. For more: spmd launch --slurm --cpus 8, or salloc --cpus-per-task=8"
         )
     step = command(argv, environ, options)
+    allocation = Allocation(job, log)
     return run_with_restarts(
-        lambda times: _attempt(step, settings, times, job, environ, log), settings.max_restarts, log
+        lambda times: allocation.attempt(step, settings, times, environ),
+        settings.max_restarts,
+        log,
     )
 
 
-def _attempt(
-    step: Sequence[str],
-    settings: Settings,
-    times: Sequence[float],
-    job: str,
-    environ: Mapping[str, str],
-    log: Callable[[str], None],
-) -> Attempt:
-    """Run one step, with all its processes."""
-    reports = Path.cwd() / REPORTS
-    try:
-        reports.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise OptionError(
-            f"{reports} cannot be created: {error.strerror}.", fix="a writable working folder."
-        ) from error
-    try:
-        with report_folder(reports, f"{job}.{len(times) // 2 - 1}") as folder:
-            # a task's parent is slurmstepd
-            step_environ = {
-                name: value for name, value in environ.items() if name != "SPMD_LAUNCHER"
-            }
-            step_environ |= {
-                **settings.environment(),
-                **attempt_environment(times),
-                "SPMD_REPORT": str(folder),
-            }
-            group = ProcessGroup({})
+class Allocation:
+    """The nodes of a job, in which steps of `srun` run one after another.
 
-            def send(signal_number: int) -> None:
-                _signal(group, signal_number, _step(folder, job), log)
+    Where a node was lost for a while, `srun` may wait without limit for tasks that have ended: a
+    node's daemon reports an end once. The launcher does not, since the processes leave records.
 
-            with (
-                forward_signals(group, send),
-                start_processes({ALL: (step, step_environ)}, lambda _: "", group=group),
-            ):
-                try:
-                    codes = group.wait(settings.grace, send)
-                finally:
-                    # end the tasks in any case: they are not children of this process
-                    if not group.ended():
-                        send(signal.SIGKILL)
-            exit_codes = {rank: _exit_code(code) for rank, code in codes.items()}
-            return summarize_attempt(
-                read_records(folder), exit_codes, exit_codes, group.stop_signal, group.failed_at
+    Args:
+      job: its id.
+      log: called with lines about what happens.
+      clock, wait: a monotonic clock and a sleep, in seconds.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        log: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ):
+        self._job, self._log = job, log
+        self._clock, self._wait = clock, wait
+        # A step was ended whose tasks SLURM may take for running.
+        self._has_old_step = False
+
+    def attempt(
+        self,
+        step: Sequence[str],
+        settings: Settings,
+        times: Sequence[float],
+        environ: Mapping[str, str],
+    ) -> Attempt:
+        """Run one step, with all its processes; again, while it starts none."""
+        # The CPUs and GPUs of the old step count as taken.
+        words = [*step[:1], "--overlap", *step[1:]] if self._has_old_step else step
+        began = self._clock()
+        while True:
+            result, has_begun = self._run(words, settings, times, environ)
+            if not any(result.codes.values()) or result.stop_signal is not None:
+                return result
+            if not self._is_running():
+                why = f"SLURM has ended job {self._job}: a node failed, or its time is over"
+                return dataclasses.replace(result, final=why)
+            is_late = self._clock() - began > START_SECONDS
+            if has_begun or not self._has_old_step or is_late:
+                return result
+            self._log(f"no process has started; another try in {TRY_SECONDS:.0f} s")
+            self._wait(TRY_SECONDS)
+
+    def _is_running(self) -> bool:
+        """Return whether SLURM still has the job; True where it does not say."""
+        command = ["squeue", "--noheader", "--format=%T", f"--jobs={self._job}"]
+        try:
+            shown = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
             )
-    finally:
-        # rmdir fails where the folder has that of another attempt.
-        with contextlib.suppress(OSError):
-            reports.rmdir()
+        except (OSError, subprocess.TimeoutExpired):
+            return True
+        if shown.returncode:
+            return "Invalid job id" not in shown.stderr
+        return bool(set(shown.stdout.split()) & {"RUNNING", "SUSPENDED"})
+
+    def _run(
+        self,
+        step: Sequence[str],
+        settings: Settings,
+        times: Sequence[float],
+        environ: Mapping[str, str],
+    ) -> tuple[Attempt, bool]:
+        """Run one step; and whether one of its processes has begun."""
+        job = self._job
+        reports = Path.cwd() / REPORTS
+        try:
+            reports.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise OptionError(
+                f"{reports} cannot be created: {error.strerror}.", fix="a writable working folder."
+            ) from error
+        try:
+            with report_folder(reports, f"{job}.{len(times) // 2 - 1}") as folder:
+                # a task's parent is slurmstepd
+                step_environ = {
+                    name: value for name, value in environ.items() if name != "SPMD_LAUNCHER"
+                }
+                step_environ |= {
+                    **settings.environment(),
+                    **attempt_environment(times),
+                    "SPMD_REPORT": str(folder),
+                }
+                group = ProcessGroup({})
+
+                def send(signal_number: int) -> None:
+                    _signal(group, signal_number, _step(folder, job), self._log)
+
+                with (
+                    forward_signals(group, send),
+                    start_processes({ALL: (step, step_environ)}, lambda _: "", group=group),
+                ):
+                    try:
+                        codes = group.wait(settings.grace, send, self._watch(folder))
+                    finally:
+                        # end the tasks in any case: they are not children of this process
+                        if not group.ended():
+                            send(signal.SIGKILL)
+                exit_codes = {rank: _exit_code(code) for rank, code in codes.items()}
+                records = read_records(folder)
+                result = summarize_attempt(
+                    records, exit_codes, exit_codes, group.stop_signal, group.failed_at
+                )
+                # Process 0 leaves the step's id before it joins.
+                return result, any(record["name"] != "srun" for record in records)
+        finally:
+            # rmdir fails where the folder has that of another attempt.
+            with contextlib.suppress(OSError):
+                reports.rmdir()
+
+    def _watch(self, folder: Path) -> Callable[[], bool]:
+        """Return a function that returns True once a process has failed for a while and `srun` has
+        not ended, so that it may never do.
+        """
+        looked_at = failed_at = self._clock()
+        has_failed = False
+
+        def is_over() -> bool:
+            nonlocal looked_at, failed_at, has_failed
+            if self._clock() - looked_at < LOOK_SECONDS:
+                return False
+            looked_at = self._clock()
+            if not has_failed:
+                has_failed, failed_at = bool(failures(read_records(folder))), looked_at
+            if not has_failed or looked_at - failed_at < END_SECONDS:
+                return False
+            if not self._has_old_step:
+                self._has_old_step = True
+                self._log(
+                    f"srun has not ended {END_SECONDS:.0f} s after a process has failed, as when a "
+                    "node was lost for a while: its step is ended"
+                )
+            return True
+
+        return is_over
 
 
 def check_srun_options(options: Sequence[str]) -> None:

@@ -18,12 +18,13 @@ def report(every: int = 100) -> Callback:
     evaluation, and checkpoints when spmd writes one.
 
     A checkpoint in Ray's sense is then a small file, `spmd.json`, with the run's folder and the
-    step. The state itself is written once, by spmd, and stays where it is; Ray removes no more than
-    the small files. (Ray's documentation calls this a pointer checkpoint.)
+    step, reported when spmd begins to write that checkpoint. The state itself is written once, by
+    spmd, which removes old ones as `Checkpoint(keep=...)` says, whatever Ray keeps. (Ray's
+    documentation calls this a pointer checkpoint.)
 
     Args:
       every: steps between two reports of metrics. All workers wait for each, and Ray takes about
-        one in a second.
+        one in two seconds.
 
     Returns:
       The callback, which all workers must have.
@@ -51,6 +52,7 @@ class _Report(Callback):
         self.train = train
         self.interval = interval
         self.newest: dict[str, float] = {}
+        self.evaluated: dict[str, float] = {}
 
     def on_start(self, info: Info) -> None:
         """Refuse a process that is no worker."""
@@ -71,12 +73,14 @@ class _Report(Callback):
 
     def on_eval(self, info: Info) -> None:
         """Report the results of the evaluation, with the metrics of the last step."""
-        self.newest = {**self.newest, **info.metrics, "step": info.step, "epoch": info.epoch}
-        self.train.report(self.newest)
+        self.evaluated = dict(info.metrics)
+        self.train.report({**self.newest, **self.evaluated})
 
     def on_checkpoint(self, info: Info) -> None:
-        """Report where the checkpoint is."""
-        metrics = {**self.newest, "step": info.step, "epoch": info.epoch}
+        """Report where the checkpoint is, with the results of the last evaluation: by these Ray may
+        choose the best.
+        """
+        metrics = {**self.newest, **self.evaluated, "step": info.step, "epoch": info.epoch}
         if self.train.get_context().get_world_rank() != 0:
             self.train.report(metrics)
             return

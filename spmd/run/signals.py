@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from spmd.distributed import coordination, watchdog
-from spmd.distributed.launcher_protocol import TERMINATED, chosen_stop_signals
+from spmd.distributed.launcher_protocol import TERMINATED, chosen_stop_signals, exit_at_once
 from spmd.distributed.watchdog import SIGTERM_REASON, write_to_stderr
 
 SIGINT_REASON = "interrupted"  # why a run stopped
@@ -50,7 +50,7 @@ class _Signals:
         self._handled = [
             number
             for number, handler in self._before.items()
-            if number in always or handler == signal.SIG_DFL
+            if number in always or handler in (signal.SIG_DFL, exit_at_once)
         ]
         # Python writes the number of a signal to the pipe as soon as it arrives, and calls handlers
         # only when the main thread is between two of Python's instructions, which it is not while

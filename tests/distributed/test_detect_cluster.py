@@ -86,22 +86,22 @@ def port_of(job):
             },
             World(1, 2, "10.0.0.1:1234", "JAX's variables"),
         ),
-        (SLURM, World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, (2, 3), "4242.0")),
+        (SLURM, World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, (2, 3), job="4242.0")),
         (
             SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
-            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, (1,), "4242.0"),
+            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, (1,), job="4242.0"),
         ),
         (
             SLURM | {"CUDA_VISIBLE_DEVICES": "0"},
-            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, None, "4242.0"),
+            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, None, job="4242.0"),
         ),
         (
             SLURM | {"SLURM_GPUS_PER_TASK": "2"},
-            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, None, "4242.0"),
+            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, None, job="4242.0"),
         ),
         (
             SLURM | {"SPMD_BIND": "10.1.0.7"},
-            World(5, 8, f"10.1.0.7:{PORT}", "SLURM job 4242", 1, 4, (2, 3), "4242.0"),
+            World(5, 8, f"10.1.0.7:{PORT}", "SLURM job 4242", 1, 4, (2, 3), job="4242.0"),
         ),
         (  # one node, one task for each GPU
             SLURM
@@ -111,12 +111,12 @@ def port_of(job):
                 "SLURM_LOCALID": "5",
                 "SLURM_NODEID": "0",
             },
-            World(5, 8, f"127.0.0.1:{PORT}", "SLURM job 4242", 5, 8, (5,), "4242.0"),
+            World(5, 8, f"127.0.0.1:{PORT}", "SLURM job 4242", 5, 8, (5,), job="4242.0"),
         ),
         (  # nodes of different sizes
             SLURM
             | {"SLURM_STEP_TASKS_PER_NODE": "6,2", "SLURM_PROCID": "7", "SLURM_GPUS_ON_NODE": "2"},
-            World(7, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 2, (1,), "4242.0"),
+            World(7, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 2, (1,), job="4242.0"),
         ),
         # in a job, but not in a step of srun
         ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, None),
@@ -127,20 +127,20 @@ def port_of(job):
                 "SLURM_CPUS_PER_TASK": "12",
                 "SLURM_GPU_BIND": "none",
             },
-            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, (2, 3), "4242.0"),
+            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, (2, 3), job="4242.0"),
         ),
         (
             SLURM | {"SLURM_TRES_PER_TASK": "cpu=12,gres/gpu=2"},
-            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, None, "4242.0"),
+            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, None, job="4242.0"),
         ),
         (
             SLURM | {"SLURM_GPU_BIND": "verbose,closest"},
-            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, None, "4242.0"),
+            World(5, 8, f"gpu07:{PORT}", "SLURM job 4242", 1, 4, None, job="4242.0"),
         ),
         (  # a second srun inside salloc: another port; and a node without GPUs
             {name: value for name, value in SLURM.items() if name != "SLURM_GPUS_ON_NODE"}
             | {"SLURM_STEP_ID": "3", "PATH": ""},
-            World(5, 8, f"gpu07:{PORT + 3}", "SLURM job 4242", 1, 4, None, "4242.3"),
+            World(5, 8, f"gpu07:{PORT + 3}", "SLURM job 4242", 1, 4, None, job="4242.3"),
         ),
         (  # the shell that salloc gives on the first node: a separate step of one task
             SLURM
@@ -175,7 +175,7 @@ def port_of(job):
                 "SLURM_NODEID": "3",
                 "SLURM_GPUS_ON_NODE": "1",
             },
-            World(10, 11, f"a1:{PORT}", "SLURM job 4242", 0, 1, None, "4242.0"),
+            World(10, 11, f"a1:{PORT}", "SLURM job 4242", 0, 1, None, job="4242.0"),
         ),
         (
             MPI,
@@ -187,7 +187,7 @@ def port_of(job):
                 1,
                 2,
                 None,
-                f"prterun-vm-77@1 {NAMESPACE}",
+                job=f"prterun-vm-77@1 {NAMESPACE}",
             ),
         ),
         (TORCH, World(3, 4, "10.0.0.1:29500", "WORLD_SIZE and RANK", 1, 2)),
@@ -201,12 +201,12 @@ def port_of(job):
                 "torchrun",
                 1,
                 2,
-                token="29500 none",
+                job="29500 none",
             ),
         ),
         (
             TORCH | AGENT | {"SPMD_COORDINATOR": "10.0.0.1:4000"},
-            World(3, 4, "10.0.0.1:4000", "torchrun", 1, 2, token="29500 none"),
+            World(3, 4, "10.0.0.1:4000", "torchrun", 1, 2, job="29500 none"),
         ),
         (
             TORCH | AGENT | {"TORCHELASTIC_USE_AGENT_STORE": "False"},
@@ -231,7 +231,7 @@ def port_of(job):
                 "Flux",
                 1,
                 2,
-                token=f"41 {NAMESPACE}",
+                job=f"41 {NAMESPACE}",
             ),
         ),
         # Flux was started by Hydra
@@ -244,12 +244,12 @@ def port_of(job):
                 "Flux",
                 1,
                 2,
-                token=f"41 {NAMESPACE}",
+                job=f"41 {NAMESPACE}",
             ),
         ),
         (
             FLUX | {"FLUX_JOB_NNODES": "2", "SPMD_COORDINATOR": "n1:4000"},
-            World(1, 2, "n1:4000", "Flux", 1, None, token="41"),
+            World(1, 2, "n1:4000", "Flux", 1, None, job="41"),
         ),
         (
             {
@@ -258,7 +258,7 @@ def port_of(job):
                 "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
                 "SKYPILOT_TASK_ID": "sky-1",
             },
-            World(1, 2, f"10.0.0.1:{port_of('sky-1')}", "SkyPilot", 0, 1, token="sky-1"),
+            World(1, 2, f"10.0.0.1:{port_of('sky-1')}", "SkyPilot", 0, 1, job="sky-1"),
         ),
         (
             {
@@ -267,7 +267,7 @@ def port_of(job):
                 "DSTACK_MASTER_NODE_IP": "10.0.0.1",
                 "DSTACK_RUN_NAME": "mild-cat-1",
             },
-            World(1, 2, f"10.0.0.1:{port_of('mild-cat-1')}", "dstack", 0, 1, token="mild-cat-1"),
+            World(1, 2, f"10.0.0.1:{port_of('mild-cat-1')}", "dstack", 0, 1, job="mild-cat-1"),
         ),
         (
             {
@@ -282,7 +282,7 @@ def port_of(job):
                 "LeaderWorkerSet",
                 0,
                 1,
-                token="train-0.train.default",
+                job="train-0.train.default",
             ),
         ),
         ({"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}, None),
@@ -487,3 +487,14 @@ def test_resolve_address_accepts_loopback_on_one_host():
     assert resolve_address(World(0, 2, "127.0.0.1:4000", "test", 0, 1)) == "127.0.0.1", (
         "it was given explicitly"
     )
+
+
+def test_placeholder_of_the_examples_is_no_token():
+    environ = {
+        "SPMD_PROCESSES": "2",
+        "SPMD_PROCESS": "0",
+        "SPMD_COORDINATOR": "10.0.0.1:4000",
+        "SPMD_TOKEN": "REPLACE-ME",
+    }
+    with pytest.raises(ClusterError, match="is no secret"):
+        detect(environ)

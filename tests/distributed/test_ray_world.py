@@ -136,6 +136,14 @@ def test_gpus_that_a_worker_does_not_see(start, monkeypatch):
         detect_ray()
 
 
+def test_ray_that_gives_all_workers_the_first_gpu(start, monkeypatch):
+    """As it does where it connects JAX itself (`JaxConfig(use_gpu=True)`)."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    start(Worker(1, 2, ("127.0.0.1:4000", "secret", False)), ["1"])
+    with pytest.raises(initialize.ClusterError, match=r"has GPU 1, .*\(0\)[^$]*JaxConfig\(\)"):
+        detect_ray()
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_run_that_ray_has_started_before(start, size, tmp_path):
     again = []

@@ -1,5 +1,6 @@
 """The secret of a user: who may read it, and the tokens that are derived from it."""
 
+import dataclasses
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from spmd.distributed.secret import FILE, user_secret, with_token
 from spmd.distributed.world import World
 from spmd.errors import ClusterError
 
-SLURM = World(0, 4, "node1:61445", "SLURM job 23", 0, 2, token="23.0")
+SLURM = World(0, 4, "node1:61445", "SLURM job 23", 0, 2, job="23.0")
 
 
 def test_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path):
@@ -66,6 +67,21 @@ def test_token_depends_on_the_user_alone(tmp_path, world):
         and re.fullmatch(r"[0-9a-f]{64}", first.token)
         and logged == []
     )
+
+
+def test_token_of_a_job_whose_hosts_know_several_addresses(tmp_path):
+    """A node's own name may resolve only there; the others take the address that SLURM has."""
+    others = dataclasses.replace(SLURM, rank=1, address="10.77.0.1:61445")
+    tokens = {with_token(world, print, tmp_path).token for world in (SLURM, others)}
+    assert len(tokens) == 1
+    another_job = dataclasses.replace(SLURM, job="24.0")
+    assert with_token(another_job, print, tmp_path).token not in tokens
+
+
+def test_token_of_the_launcher_stays(tmp_path):
+    world = World(0, 2, "10.0.0.1:4000", "Ray Train", token="secret")
+    logged = []
+    assert with_token(world, logged.append, tmp_path) == world and logged == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -48,13 +48,13 @@ def train_with_actors(config):
     ray.get(calls)
 
 
-def train_with_ray_train(config, folder, connects):
-    """Train in Ray Train; `connects`: Ray connects JAX's processes itself, as it does for GPUs."""
-    resources = {"use_gpu": True} if connects else {}
+def train_with_ray_train(config, folder, has_gpus):
+    """Train in Ray Train, with a GPU for each worker that does not exist, or without."""
+    resources = {"use_gpu": True, "resources_per_worker": {"GPU": 1}} if has_gpus else {}
     result = JaxTrainer(
         train,
         train_loop_config=config,
-        jax_config=JaxConfig(use_gpu=connects),
+        jax_config=JaxConfig(),
         scaling_config=ScalingConfig(num_workers=2, **resources),
         run_config=RunConfig(
             name="engines",

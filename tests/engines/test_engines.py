@@ -144,10 +144,11 @@ def test_ray(tmp_path):
     loss = re.search(r"^RESULT (.*)$", output, re.MULTILINE)
     assert loss and notes(disturbed, "loss") == [[loss[1]]] * 2
 
-    # With GPUs, which do not exist here, Ray connects JAX's processes itself.
-    third = tmp_path / "connected"
+    # with GPUs, which do not exist here
+    third = tmp_path / "gpus"
     third.mkdir()
     code, output = run_ray(third, "--kill", "--gpus")
+    assert "process 1 of 2 (Ray Train)" in output
     assert weights(code, output, third) == expected
     check_resumed(third, output)
 

@@ -117,7 +117,6 @@ def test_schema_rejects_a_bad_jobset(old, new):
 
 def test_jobset_manifest():
     spec = parts(["train.py"], SET)["JobSet"]["spec"]
-    assert spec["coordinator"] == {"replicatedJob": "train", "jobIndex": 0, "podIndex": 0}
     assert spec["failurePolicy"]["maxRestarts"] == 3
     (replicated,) = spec["replicatedJobs"]
     job = replicated["template"]["spec"]
@@ -177,11 +176,16 @@ def test_restarts_of_the_cluster_do_not_count(end):
     assert action_of_set(**end) == "RestartJobSetAndIgnoreMaxRestarts"
 
 
-@pytest.mark.parametrize(
-    "end", [{"code": FAILED}, {"code": STALLED}, {"code": PEER}, {"code": 137}]
-)
+@pytest.mark.parametrize("end", [{"code": FAILED}, {"code": STALLED}, {"code": 137}])
 def test_other_restarts_count(end):
     assert action_of_set(**end) == "RestartJobSet"
+
+
+def test_pod_that_ends_because_of_another_decides_nothing():
+    spec = parts(["train.py"], SET)["JobSet"]["spec"]
+    rules = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules[:2]}
+    assert codes["Ignore"] == [PEER]
 
 
 @pytest.mark.parametrize("code", [USAGE, DISAGREED, TERMINATED])
@@ -382,6 +386,13 @@ def test_each_job_has_its_own_token():
         ({"shm": "lots"}, "shm='lots'."),
         ({"claim": "runs:runs"}, "claim='runs:runs'.\n    fix: NAME:/path"),
         ({"claim": "runs:/a\nb"}, r"claim='runs:/a\nb'."),
+        ({"shm": "0"}, "shm='0'."),
+        ({"memory": "0Gi"}, "memory='0Gi'."),
+        ({"claim": "runs:/dev/shm/"}, "/dev/shm is the memory that processes share"),
+        (
+            {"env": (("JOB_COMPLETION_INDEX", "0"),)},
+            "env JOB_COMPLETION_INDEX is set by Kubernetes",
+        ),
         ({"queue": "a_b"}, "queue='a_b'.\n    fix: lower-case letters"),
         (
             {"exclusive_topology": "a b", "jobset": True},
@@ -485,7 +496,7 @@ def test_bad_options_are_reported(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["train.sbatch", "job.yaml", "jobset.yaml"])
+@pytest.mark.parametrize("name", ["train.sbatch", "job.yaml", "jobset/jobset.yaml"])
 def test_examples_match_the_launchers_output(name, capsys):
     """By the commands that two_nodes.md gives."""
     text = (EXAMPLES / "two_nodes.md").read_text(encoding="utf-8").replace("\\\n", " ")
@@ -499,13 +510,9 @@ def test_examples_match_the_launchers_output(name, capsys):
 @pytest.mark.parametrize("kind", ["Job", "JobSet"])
 def test_patches_of_the_example_are_applied_by_kubectl(kind, tmp_path):
     """Kustomize, a part of kubectl, adds what the cluster needs; no cluster is asked."""
-    patches = (EXAMPLES / "kustomization.yaml").read_text(encoding="utf-8")
-    if kind == "JobSet":
-        patches = patches.replace("kind: Job", "kind: JobSet").replace("job.yaml", "jobset.yaml")
-        patches = patches.replace("path: /spec", "path: /spec/replicatedJobs/0/template/spec")
-    for name in ("job.yaml", "jobset.yaml"):
-        shutil.copy(EXAMPLES / name, tmp_path)
-    (tmp_path / "kustomization.yaml").write_text(patches, encoding="utf-8")
+    folder = EXAMPLES / "jobset" if kind == "JobSet" else EXAMPLES
+    for name in ("kustomization.yaml", f"{kind.lower()}.yaml"):
+        shutil.copy(folder / name, tmp_path)
     done = subprocess.run(
         ["kubectl", "kustomize", str(tmp_path)],
         capture_output=True,
@@ -515,7 +522,7 @@ def test_patches_of_the_example_are_applied_by_kubectl(kind, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     (patched,) = (part for part in yaml.safe_load_all(done.stdout) if part["kind"] == kind)
-    before = yaml.safe_load_all((EXAMPLES / f"{kind.lower()}.yaml").read_text(encoding="utf-8"))
+    before = yaml.safe_load_all((folder / f"{kind.lower()}.yaml").read_text(encoding="utf-8"))
     (before,) = (part for part in before if part["kind"] == kind)
     job, old = patched, before
     if kind == "JobSet":
