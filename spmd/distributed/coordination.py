@@ -5,10 +5,12 @@ The service runs in process 0 and stores short texts by path; all processes see 
 Tested with each supported release of JAX (`tests/distributed/test_coordination.py`).
 """
 
+import contextlib
 import os
 import sys
 import time
 import types
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -25,6 +27,7 @@ MAX_WAIT_MS = 1000
 # half of the first to all of it after a host is lost, so more than `links.LOST_SECONDS`, and the
 # seconds to exit, are below the half.
 HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 60, 300
+_before_exit: list[Callable[[], None]] = []
 
 
 def is_initialized() -> bool:
@@ -168,9 +171,19 @@ def shutdown() -> None:
     jax.distributed.shutdown()
 
 
+def before_exit(function: Callable[[], None]) -> None:
+    """Call this function in `exit_now`, which skips what Python calls at its end. It must be short,
+    and may be called by any thread.
+    """
+    _before_exit.append(function)
+
+
 def exit_now(code: int) -> NoReturn:
     """End this process immediately, without waiting for others at JAX's barrier."""
     try:
+        for function in _before_exit:
+            with contextlib.suppress(Exception):
+                function()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -17,11 +17,13 @@ import socket
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from spmd.base.output_files import write_at
 from spmd.base.user_paths import run_file, wrap_os_errors
+from spmd.distributed import coordination
 from spmd.errors import CheckpointError, printable
 from spmd.run.manifest import open_regular
 
@@ -37,6 +39,17 @@ READ_SECONDS = 1.0  # between two attempts
 
 # By token: the thread of this process that took ownership.
 _owning_threads: dict[str, threading.Thread] = {}
+_ownerships = weakref.WeakSet["FolderOwnership"]()
+
+
+def _release_all() -> None:
+    for ownership in list(_ownerships):
+        ownership.release()
+
+
+# A process that ends because another one failed: its run may start again on another machine, which
+# would wait for a heartbeat for a minute.
+coordination.before_exit(_release_all)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +118,7 @@ class FolderOwnership:
             del _owning_threads[self._me.token]
             raise
         self._released = threading.Event()
+        _ownerships.add(self)
         threading.Thread(target=self._keep_alive, name="spmd owner", daemon=True).start()
 
     def _acquire(self, clock: Callable[[], float]) -> None:

@@ -15,6 +15,7 @@ import threading
 
 import pytest
 
+from spmd.distributed import coordination
 from spmd.errors import CheckpointError
 from spmd.run import owner
 from spmd.run.owner import HEARTBEAT_SECONDS, OWNER_FILE, TAKEOVER_SECONDS, FolderOwnership, Owner
@@ -381,3 +382,14 @@ def test_file_that_is_none_is_an_error(make, tmp_path):
         CheckpointError, match=rf"the file {tmp_path}/{OWNER_FILE} cannot be written: "
     ):
         own(tmp_path)
+
+
+def test_process_that_exits_at_once_releases_its_folders(tmp_path, monkeypatch):
+    """As one does because another one failed: the run may start again on another machine."""
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    ownership = FolderOwnership(tmp_path)
+    assert (tmp_path / OWNER_FILE).exists()
+    coordination.exit_now(42)
+    assert codes == [42] and not (tmp_path / OWNER_FILE).exists()
+    ownership.release()
