@@ -75,7 +75,7 @@ test-all: $(DEV)
 
 test-engines: $(DEV)
 	tools/install_engines.sh $(PYTHON)
-	$(RUN) -m pytest -rs -m system tests/engines
+	$(RUN) -m pytest -rs -m system tests/engines tests/distributed/test_slurm_hosts.py
 
 check: $(DEV)
 	$(RUN) -m ruff check .

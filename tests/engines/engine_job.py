@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import os
 import signal
+import time
 from pathlib import Path
 
 import jax
@@ -23,6 +24,7 @@ def main(words=None, callbacks=()):
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="of the run")
     parser.add_argument("--kill", action="store_true", help="process 1, once, after step 12")
+    parser.add_argument("--wait", action="store_true", help="in process 1, once, after step 12")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args(words)
     steps_here = itertools.count()
@@ -34,11 +36,16 @@ def main(words=None, callbacks=()):
     def watch(info):
         if next(steps_here) == 0:
             note(f"first step {info.step}")
-        was_killed = options.folder / "was-killed"
-        if options.kill and jax.process_index() == 1 and info.step == 12:
-            if not was_killed.exists():
-                was_killed.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+        disturbed = options.folder / "disturbed"
+        if jax.process_index() != 1 or info.step != 12 or disturbed.exists():
+            return
+        if options.kill:
+            disturbed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if options.wait:
+            disturbed.touch()
+            # A bound, which no test reaches: this process is ended.
+            time.sleep(600)
 
     random = np.random.default_rng(0)
     data = {

@@ -1,8 +1,9 @@
-"""A real SLURM of two nodes on this host, from Debian's packages slurmctld, slurmd, slurm-client
-and munge; for tests that run as root.
+"""A real SLURM of two nodes, on this host or on simulated ones, from Debian's packages slurmctld,
+slurmd, slurm-client and munge; for tests that run as root.
 """
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import shutil
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ NODES = ("n1", "n2")
 # The nodes' names resolve nowhere: processes find each other by the addresses that SLURM knows.
 CONFIG = """\
 ClusterName=tests
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={controller}
 SlurmUser=root
 SlurmdUser=root
@@ -45,7 +46,19 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 KillWait=5
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN\n"
+NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=2 State=UNKNOWN\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a node is: the name and address of its host, and what runs a command there."""
+
+    host: str
+    address: str
+    enter: tuple[str, ...] = ()
+
+
+HERE = Place(socket.gethostname().partition(".")[0], "127.0.0.1")
 
 
 def missing() -> str:
@@ -57,20 +70,24 @@ def missing() -> str:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[dict[str, str]]:
-    """Start the cluster; within the block, SLURM's commands use it with these variables."""
+def cluster(places: Sequence[Place] = (HERE, HERE)) -> Iterator[dict[str, str]]:
+    """Start the cluster; within the block, SLURM's commands use it with these variables. The
+    controller is in the first place.
+    """
     with contextlib.ExitStack() as ending:
         # Not pytest's folder, which munge's own user could not enter.
         folder = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="spmd-slurm-")))
         folder.chmod(0o755)
         for name in ("state", "munge", *(f"spool.{node}" for node in NODES)):
             (folder / name).mkdir(mode=0o755)
-        host = socket.gethostname().partition(".")[0]
+        first = places[0]
         config = folder / "slurm.conf"
         ports = [free_port("127.0.0.1") for _ in range(1 + len(NODES))]
-        text = CONFIG.format(host=host, controller=ports[0], folder=folder)
-        for name, port in zip(NODES, ports[1:], strict=True):
-            text += NODE.format(name=name, host=host, port=port)
+        text = CONFIG.format(
+            host=first.host, address=first.address, controller=ports[0], folder=folder
+        )
+        for name, place, port in zip(NODES, places, ports[1:], strict=True):
+            text += NODE.format(name=name, host=place.host, address=place.address, port=port)
         config.write_text(f"{text}PartitionName=main Nodes={','.join(NODES)} Default=YES\n")
         key = folder / "munge" / "key-file"
         key.write_bytes(secrets.token_bytes(1024))
@@ -82,11 +99,12 @@ def cluster() -> Iterator[dict[str, str]]:
         munged = ["munged", "--foreground", "--force", *files]
         variables = {"SLURM_CONF": str(config)}
         ending.enter_context(_running(munged, user="munge", group="munge"))
-        commands = [["slurmctld", "-D", "-f", config]]
-        commands += [["slurmd", "-D", "-f", config, "-N", name] for name in NODES]
+        commands = [[*first.enter, "slurmctld", "-D", "-f", config]]
+        for name, place in zip(NODES, places, strict=True):
+            commands.append([*place.enter, "slurmd", "-D", "-f", config, "-N", name])
         for command in commands:
             ending.enter_context(_running(command, env=os.environ | variables))
-        _wait_until_idle(variables, folder)
+        _wait_until_idle(first, variables, folder)
         yield variables
 
 
@@ -100,8 +118,8 @@ def _running(command: list[Any], **options: Any) -> Iterator[None]:
         end(process)
 
 
-def _wait_until_idle(variables: dict[str, str], folder: Path) -> None:
-    command = ["sinfo", "--noheader", "--Node", "--format=%T"]
+def _wait_until_idle(first: Place, variables: dict[str, str], folder: Path) -> None:
+    command = [*first.enter, "sinfo", "--noheader", "--Node", "--format=%T"]
     # A bound for a start that hangs, and no judge: on two cores it takes 5 s.
     deadline = time.monotonic() + 300
     while True:

@@ -73,7 +73,7 @@ def weights(code, output, folder):
 
 def check_resumed(folder, output):
     """A process was killed, and the next attempt has begun at a checkpoint."""
-    assert (folder / "was-killed").exists(), output
+    assert (folder / "disturbed").exists(), output
     for first, second in notes(folder, "first step"):
         assert first == "1" and second in ("6", "11"), output
 
