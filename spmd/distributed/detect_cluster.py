@@ -1,5 +1,6 @@
 """Detect the rank of this process among several, or refuse to train alone by mistake."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -76,6 +77,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> World | None:
     """
     environ = {name: value for name, value in environ.items() if value.strip()}
     if environ.get("SPMD_PROCESSES") == "1":
+        _warn_of_others({name: text for name, text in environ.items() if "SPMD_" not in name})
         return None
     world = next((world for read in READERS if (world := read(environ)) is not None), None)
     if world is None:
@@ -113,6 +115,23 @@ def _refuse_signs(environ: Mapping[str, str]) -> None:
             f"spmd cannot connect them{reason}. All would train alone.",
             fix=f"{JOINING}; or {ALONE}.",
         )
+
+
+def _warn_of_others(environ: Mapping[str, str]) -> None:
+    """Warn that this process trains alone, though a launcher has started several."""
+    with contextlib.suppress(ClusterError):
+        for read in READERS:
+            world = read(environ)
+            if world is not None and world.size > 1:
+                _warn_of_alone(world.size, world.source)
+                return
+
+
+@functools.cache
+def _warn_of_alone(size: int, source: str) -> None:
+    logging.getLogger("spmd").warning(
+        "SPMD_PROCESSES=1: this process trains alone, of %d by %s.", size, source
+    )
 
 
 @functools.cache

@@ -8,6 +8,7 @@ compared. An owner that was suspended during a takeover finds another name in th
 commits its next save.
 """
 
+import calendar
 import contextlib
 import dataclasses
 import json
@@ -36,6 +37,8 @@ MAX_BYTES = 4096  # bytes of the file that are looked at
 # A disk or a network may fail for a moment.
 READS = 5  # attempts to read the file
 READ_SECONDS = 1.0  # between two attempts
+SINCE = "%Y-%m-%d %H:%M:%S UTC"
+JOB_SECONDS = 60  # in which the processes of a job begin
 
 # By token: the thread of this process that took ownership.
 _owning_threads: dict[str, threading.Thread] = {}
@@ -104,7 +107,7 @@ class FolderOwnership:
         self._me = Owner(
             host=socket.gethostname(),
             process=os.getpid(),
-            since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            since=time.strftime(SINCE, time.gmtime()),
             machine=_machine(),
             born=_start_time(os.getpid()) or "",
             file=0,
@@ -302,6 +305,11 @@ def _ownership_error(folder: Path, owner: Owner | None) -> CheckpointError:
     thread = None if owner is None else _owning_threads.get(owner.token)
     if thread is None:
         fix = "use another folder, or resume after that process has ended."
+        if owner is not None and _is_new(owner):
+            fix += (
+                " If both processes are of one job, its launcher was not recognised, and each "
+                "trains alone: docs/clusters.md, Joining."
+            )
         return CheckpointError(f"{folder} belongs to another run: {owner or 'unknown'}.", fix=fix)
     if thread is threading.current_thread():
         why = (
@@ -313,6 +321,15 @@ def _ownership_error(folder: Path, owner: Owner | None) -> CheckpointError:
         why = f'a run in its thread "{thread.name}" has not ended'
         fix = "use another folder, or resume=True after that run has returned."
     return CheckpointError(f"{folder} is in use by this same process ({owner}): {why}.", fix=fix)
+
+
+def _is_new(owner: Owner) -> bool:
+    """Return whether an owner began less than a minute ago, by the clocks of both machines."""
+    try:
+        began = time.strptime(owner.since, SINCE)
+    except ValueError:
+        return False
+    return abs(time.time() - calendar.timegm(began)) < JOB_SECONDS
 
 
 def _machine() -> str:

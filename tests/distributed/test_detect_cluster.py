@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 
+from spmd.distributed import detect_cluster
 from spmd.distributed.detect_cluster import detect
 from spmd.distributed.host_gpus import visible_gpus
 from spmd.distributed.world import World, resolve_address
@@ -498,3 +499,11 @@ def test_placeholder_of_the_examples_is_no_token():
     }
     with pytest.raises(ClusterError, match="is no secret"):
         detect(environ)
+
+
+def test_process_that_is_to_train_alone_says_so_under_a_launcher(caplog):
+    detect_cluster._warn_of_alone.cache_clear()
+    assert detect({**SLURM, "SPMD_PROCESSES": "1"}) is None
+    assert "SPMD_PROCESSES=1: this process trains alone, of 8 by SLURM job 4242" in caplog.text
+    caplog.clear()
+    assert detect({"SPMD_PROCESSES": "1"}) is None and not caplog.text

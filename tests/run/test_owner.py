@@ -170,6 +170,23 @@ def test_owner_that_was_killed_is_replaced_at_once(tmp_path):
     ownership.release()
 
 
+@pytest.mark.parametrize(
+    ("since", "is_new"),
+    [(None, True), ("2026-01-01 00:00:00 UTC", False), ("at some time", False)],
+)
+def test_owner_that_has_just_begun_may_be_of_the_same_job(tmp_path, since, is_new):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        changes = {} if since is None else {"since": since}
+        left_by(tmp_path, process=process.pid, born=owner._start_time(process.pid), **changes)
+        text = json.loads((tmp_path / OWNER_FILE).read_text()) | {"file": inode(tmp_path)}
+        (tmp_path / OWNER_FILE).write_text(json.dumps(text))
+        with pytest.raises(CheckpointError, match="belongs to another run") as caught:
+            own(tmp_path)
+        process.kill()
+        process.wait(timeout=30)
+    assert ("its launcher was not recognised" in caught.value.fix) is is_new
+
+
 def test_another_process_of_the_same_number_is_no_owner(tmp_path):
     (tmp_path / OWNER_FILE).touch()
     left_by(tmp_path, born="1")
