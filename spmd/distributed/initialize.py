@@ -74,18 +74,8 @@ def join(
         return _joined
     if limits is None:
         limits = StallTimeouts.parse(os.environ.get("SPMD_STALL", ""), "$SPMD_STALL: ")
-    # The user's own jax.distributed.initialize has connected this process.
     if coordination.is_initialized():
-        rank, size, address = coordination.process_info()
-        connected = World(rank, size, address, "jax.distributed")
-        # Or Ray has, with `use_gpu` of its JaxConfig, and knows more.
-        ray = detect_ray()
-        if ray is not None:
-            _restarted = ray.restarted
-            connected = dataclasses.replace(connected, source=ray.source, token=ray.token)
-        _joined = world or connected
-        watchdog.start(rank, size, limits, _logger(rank))
-        return _joined
+        return _adopt(world, limits)
     is_detected = world is None
     if is_detected:
         # Ray first: its workers also have the variables of what has started Ray.
@@ -116,6 +106,22 @@ def join(
     watchdog.start(world.rank, world.size, limits, log, links)
     _joined = world
     return world
+
+
+def _adopt(world: World | None, limits: StallTimeouts) -> World:
+    """Return the place of a process that is connected already: by the user's own call of
+    `jax.distributed.initialize`, or by Ray's, with `use_gpu` of its JaxConfig.
+    """
+    global _joined, _restarted
+    rank, size, address = coordination.process_info()
+    connected = World(rank, size, address, "jax.distributed")
+    ray = detect_ray()
+    if ray is not None:
+        _restarted = ray.restarted
+        connected = dataclasses.replace(connected, source=ray.source, token=ray.token)
+    _joined = world or connected
+    watchdog.start(rank, size, limits, _logger(rank))
+    return _joined
 
 
 def _join_timeout() -> float:

@@ -30,6 +30,29 @@ LONGEST = 63
 # a key of labels: with a prefix, which is a domain, or without
 KEY = r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?"
 QUANTITY = r"(?=[\d.]*[1-9])\d{1,12}(\.\d{1,3})?(Ki|Mi|Gi|Ti|k|M|G|T)?"
+CLAIM = "NAME:/path, a PersistentVolumeClaim and its mount path"
+# of fields: what their text must match, and a fix
+PATTERNS = (
+    (
+        "image",
+        r"[\w.:/@-]{1,1000}",
+        "the name of an image, such as registry.example/train:1",
+    ),
+    (
+        "namespace",
+        r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
+        "lower-case letters, digits and -, at most 63",
+    ),
+    (
+        "queue",
+        r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?",
+        "lower-case letters, digits, - and ., at most 63",
+    ),
+    ("exclusive_topology", KEY, "a label of nodes, such as cloud.google.com/gke-nodepool"),
+    ("memory", QUANTITY, "a Kubernetes quantity, such as 64Gi"),
+    ("shm", QUANTITY, "a Kubernetes quantity, such as 64Gi"),
+    ("claim", r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^:\s]{1,1000}", CLAIM),
+)
 # seconds: a pod may start minutes after another, where nodes are added or images are fetched; and
 # after the loss of a node it takes Kubernetes 6 minutes to replace its pod
 JOIN_TIMEOUT = 1800
@@ -88,12 +111,8 @@ class KubernetesJob:
     settings: Settings = dataclasses.field(default_factory=Settings)
 
     def __post_init__(self):
-        check_pattern(
-            "image",
-            self.image,
-            r"[\w.:/@-]{1,1000}",
-            "the name of an image, such as registry.example/train:1",
-        )
+        for name, pattern, fix in PATTERNS:
+            check_pattern(name, getattr(self, name), pattern, fix)
         check_printable("python", self.python)
         check_integer("nodes", self.nodes, 10**5)
         check_integer("gpus_per_node", self.gpus_per_node, 256)
@@ -108,46 +127,19 @@ class KubernetesJob:
             raise OptionError(
                 f"{option('grace', self.settings.grace)}.", fix="a finite number of seconds."
             )
-        check_pattern(
-            "namespace",
-            self.namespace,
-            r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
-            "lower-case letters, digits and -, at most 63",
-        )
-        check_pattern(
-            "queue",
-            self.queue,
-            r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?",
-            "lower-case letters, digits, - and ., at most 63",
-        )
-        check_pattern(
-            "exclusive_topology",
-            self.exclusive_topology,
-            KEY,
-            "a label of nodes, such as cloud.google.com/gke-nodepool",
-        )
         if self.exclusive_topology and not self.jobset:
             raise OptionError(
                 f"{option('exclusive_topology')} has no effect on an Indexed Job.",
                 fix=f"{option('jobset', True)}, or leave it out.",
             )
-        for name in ("memory", "shm"):
-            check_pattern(
-                name, getattr(self, name), QUANTITY, "a Kubernetes quantity, such as 64Gi"
-            )
-        where = "NAME:/path, a PersistentVolumeClaim and its mount path"
-        check_pattern(
-            "claim", self.claim, r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^:\s]{1,1000}", where
-        )
         check_printable("claim", self.claim or "none")
         if self.claim and posixpath.normpath(self.claim.partition(":")[2]) == SHARED_MEMORY:
             raise OptionError(
                 f"{option('claim', repr(self.claim))}: {SHARED_MEMORY} is the memory that "
                 "processes share.",
-                fix=f"{where}, such as /runs.",
+                fix=f"{CLAIM}, such as /runs.",
             )
-        names = check_environment_variables(self.env, self.settings.environment())
-        if INDEX in names:
+        if INDEX in check_environment_variables(self.env, self.settings.environment()):
             raise OptionError(f"env {INDEX} is set by Kubernetes in each pod.", fix="leave it out.")
 
 
