@@ -4,6 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 WORKERS ?= 2
 TESTS ?=
+ENGINES ?= tests/engines tests/distributed/test_slurm_hosts.py
 NAMES ?=
 
 # Modules are compiled when they are first imported, each once: compiling all that is installed takes longer than installing it.
@@ -75,7 +76,7 @@ test-all: $(DEV)
 
 test-engines: $(DEV)
 	tools/install_engines.sh $(PYTHON)
-	$(RUN) -m pytest -rs -m system tests/engines tests/distributed/test_slurm_hosts.py
+	$(RUN) -m pytest -rs -m system $(ENGINES)
 
 check: $(DEV)
 	$(RUN) -m ruff check .
