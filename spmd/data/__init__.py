@@ -10,7 +10,6 @@ from spmd.data.bucketing import buckets
 from spmd.data.csv_files import csv
 from spmd.data.device_dataset import resident
 from spmd.data.features import fixed, padded
-from spmd.data.huggingface_rows import huggingface
 from spmd.data.idx_files import mnist
 from spmd.data.image_files import images
 from spmd.data.parquet_files import parquet
@@ -27,7 +26,6 @@ __all__ = [
     "buckets",
     "csv",
     "fixed",
-    "huggingface",
     "images",
     "mnist",
     "padded",

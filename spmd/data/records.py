@@ -53,7 +53,6 @@ class FileFormat(abc.ABC):
 
     Attributes:
       file_kind, record_kind: the names of a file and of a record in messages.
-      remedy: what to do about a record that cannot be read.
       paths: the files.
       counts: records of each file.
       sizes: bytes of each file.
@@ -63,7 +62,6 @@ class FileFormat(abc.ABC):
 
     file_kind: str
     record_kind: str = "record"
-    remedy: str = "repair the file"
     paths: tuple[str, ...]
     counts: list[int]
     sizes: Sequence[int]
@@ -80,10 +78,6 @@ class FileFormat(abc.ABC):
         bad: dict[int, str] = {}
         self.read_into(leaves, records, bad)
         return leaves, bad
-
-    def contents(self) -> str:
-        """A hash of the contents, so that a run is not resumed on others."""
-        return data_hash.of_files(self.paths, self.sizes)
 
     @abc.abstractmethod
     def read_into(
@@ -164,7 +158,7 @@ class Records:
                 f"no {format.file_kind} has a record: {paths}.",
                 fix="look at what they were written from.",
             )
-        self._contents = format.contents()
+        self._contents = data_hash.of_files(format.paths, format.sizes)
         self.order = RecordOrder(self.examples, reading.shuffle, reading.seed)
         self.fields = format.fields
 
@@ -335,7 +329,7 @@ class Records:
         if len(bad) > 1:
             more = f" ({len(bad) - 1} more of this batch cannot be read either.)"
         fix = (
-            f"{self.format.remedy}, or {option('on_error', quoted('skip'))}, which leaves such "
+            f"repair the file, or {option('on_error', quoted('skip'))}, which leaves such "
             "records out and counts them"
         )
         return DataError(f"{self.format.where(record)}: {bad[record]}{more}", fix=f"{fix}.")

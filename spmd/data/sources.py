@@ -17,7 +17,6 @@ from spmd.base.tree import Tree, abstract, describe, flatten
 from spmd.data import data_hash
 from spmd.data.batches import HostBatch, Placer, as_arrays, check_leaves, check_matches
 from spmd.data.bucketing import Buckets
-from spmd.data.huggingface_rows import huggingface, is_huggingface
 from spmd.data.records import Records, warn_skipped
 from spmd.data.shuffle import RecordOrder
 from spmd.errors import (
@@ -132,7 +131,6 @@ class IterableSource:
         self._make: Callable[[], Any] = lambda: data
         if callable(data) and not hasattr(data, "__iter__"):
             self._make = data
-        self._set_epoch: Callable[[int], Any] | None = getattr(data, "set_epoch", None)
         self._first: Iterator | None = self._iterate()
         try:
             sample = as_arrays(next(self._first), "the first batch")
@@ -199,10 +197,7 @@ class IterableSource:
         there, if it has one.
         """
         iterator, head = self._first, self._head
-        # The first iterator has the order of the first epoch.
-        if iterator is None or (number and self._set_epoch is not None):
-            if self._set_epoch is not None:
-                self._set_epoch(number)
+        if iterator is None:
             iterator, head = self._iterate(), []
         self._first, self._head, self._iterator = None, [], iterator
         stateful = self._is_stateful
@@ -397,8 +392,6 @@ def as_source(
             f"{option('shuffle', short_repr(shuffle))}.",
             fix="True, False, or None (True for arrays).",
         )
-    if is_huggingface(data):
-        data = _of_huggingface(data, batch_size, shuffle, seed)
     if isinstance(data, Buckets):
         raise OptionError(
             f"batches of {len(data.bounds)} lengths, and a step is compiled for one shape.",
@@ -454,22 +447,6 @@ def as_source(
     check_integer(batch_size, "batch_size")
     _check_size(examples, batch_size, short_ok=short_ok)
     return ArraySource(arrays, examples, int(batch_size), shuffle is not False, seed)
-
-
-def _of_huggingface(data: Any, batch_size: int | None, shuffle: bool | None, seed: int) -> Any:
-    """The batches of a data set of the package `datasets`, which was given as it is."""
-    is_stream = not hasattr(data, "__len__")
-    if is_stream and batch_size is None:
-        # a stream of batches, as `IterableDataset.batch` makes it
-        return data
-    if batch_size is None:
-        raise OptionError(
-            "batch_size is missing: rows of a data set must be made batches.",
-            fix=f"such as {option('batch_size', 128)}.",
-        )
-    if is_stream:
-        return huggingface(data, batch_size=batch_size)
-    return huggingface(data, batch_size=batch_size, shuffle=shuffle is not False, seed=seed)
 
 
 def _describe_arrays(arrays: Tree) -> str:

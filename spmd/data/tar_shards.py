@@ -3,11 +3,12 @@ ending.
 """
 
 import io
+import os
 import re
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -30,6 +31,8 @@ class TarFiles(FileFormat):
 
     file_kind = "tar file"
     record_kind = "sample"
+    # Encoded samples may be much larger than their arrays, so batches are read one by one.
+    together = 1
 
     def __init__(self, samples: RecordIndex, into: Decoder, *, skip: bool):
         self.paths, self.counts, self.sizes = samples.paths, samples.counts, samples.sizes
@@ -98,8 +101,8 @@ def webdataset(
       A `spmd.data.Records`: an iterable of batches, dicts of arrays [rows, ...].
 
     Raises:
-      DataError: no file, or one that is compressed, truncated or no tar file; or two parts of a
-        sample with one ending.
+      DataError: no file, or one that is compressed, truncated, damaged or no tar file; or two parts
+        of a sample with one ending, or a link.
       OptionError: `decode` is no function.
 
     Example:
@@ -119,25 +122,27 @@ def scan(path: str) -> tuple[np.ndarray, np.ndarray]:
     """Return where each sample of a tar file begins and ends, in bytes.
 
     Raises:
-      DataError: it is no tar file, is truncated, or has two files of one name.
+      DataError: it is no tar file, is truncated or damaged, has another one after it, or has two
+        files of one name, or a link.
     """
     check_uncompressed(path)
+    size = os.path.getsize(path)
     starts: list[int] = []
     ends: list[int] = []
     current: str | None = None
     endings: set[str] = set()
-    with name_errors(Path(path)):
-        size = Path(path).stat().st_size
-        try:
-            with tarfile.open(path, "r:") as file:
+    end = 0
+    try:
+        # Opened here, since tarfile would leave it open where it raises an error.
+        with name_errors(Path(path)), open(path, "rb") as content:
+            with tarfile.open(fileobj=content, mode="r:") as file:
                 for member in file:
-                    end = member.offset_data + -(-member.size // BLOCK) * BLOCK
-                    if end > size:
-                        raise tarfile.ReadError(f"{member.name} is truncated")
+                    end = _end_of(member)
                     name, ending = _split(member.name)
-                    if not member.isfile() or not name:
-                        current = None
+                    if not name or member.isdir():
                         continue
+                    if not member.isreg() or member.issparse():
+                        raise tarfile.ReadError(f"{member.name} is a link, or no regular file")
                     if name != current:
                         starts.append(member.offset)
                         ends.append(end)
@@ -146,11 +151,35 @@ def scan(path: str) -> tuple[np.ndarray, np.ndarray]:
                         raise tarfile.ReadError(f"{member.name} is there twice")
                     endings.add(ending)
                     ends[-1] = end
-        except tarfile.TarError as error:
-            raise DataError(
-                f"{path}: {first_line(error)}.", fix="the tar file as it was written."
-            ) from error
+            _check_rest(content, end, size)
+    except tarfile.TarError as error:
+        raise DataError(
+            f"{path}: {first_line(error)}.", fix="the tar file as it was written."
+        ) from error
     return np.array(starts, np.int64), np.array(ends, np.int64)
+
+
+def _end_of(member: tarfile.TarInfo) -> int:
+    """The end of a file's content, with what fills its last block."""
+    return member.offset_data + -(-member.size // BLOCK) * BLOCK
+
+
+def _check_rest(content: IO[bytes], end: int, size: int) -> None:
+    """Check that nothing but zeros follows the last file: `tarfile` ends without an error at a
+    header that is damaged or cut off, and at the end of the first of two joined tar files.
+
+    Raises:
+      tarfile.TarError: something else follows, or the end is missing.
+    """
+    content.seek(min(end, size))
+    at = end
+    while piece := content.read(1 << 20):
+        if used := piece.lstrip(b"\0"):
+            at += len(piece) - len(used)
+            raise tarfile.ReadError(f"what begins at byte {at - at % BLOCK} is no file of it")
+        at += len(piece)
+    if size < end + 2 * BLOCK:
+        raise tarfile.ReadError(f"it is truncated: its end is missing after byte {size}")
 
 
 def _parts(raw: bytes) -> dict[str, Any]:
@@ -160,12 +189,20 @@ def _parts(raw: bytes) -> dict[str, Any]:
       tarfile.TarError: these are not the bytes of a sample.
     """
     sample: dict[str, Any] = {}
+    end = 0
     with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as file:
         for member in file:
+            end = _end_of(member)
             name, ending = _split(member.name)
-            sample[KEY] = name
+            if not name or member.isdir():
+                continue
             content = file.extractfile(member)
-            sample[ending] = b"" if content is None else content.read()
+            if content is None:
+                raise tarfile.ReadError(f"{member.name} is no regular file")
+            sample[KEY] = name
+            sample[ending] = content.read()
+    if end != len(raw):
+        raise tarfile.ReadError(f"{len(raw) - end} bytes are no file")
     return sample
 
 

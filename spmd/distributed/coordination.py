@@ -8,6 +8,7 @@ Tested with each supported release of JAX (`tests/distributed/test_coordination.
 import contextlib
 import os
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -27,6 +28,7 @@ MAX_WAIT_MS = 1000
 # half of the first to all of it after a host is lost, so more than `links.LOST_SECONDS`, and the
 # seconds to exit, are below the half.
 HEARTBEAT_TIMEOUT, SHUTDOWN_TIMEOUT = 60, 300
+EXIT_SECONDS = 2.0  # for what is done in `exit_now`
 _before_exit: list[Callable[[], None]] = []
 
 
@@ -181,6 +183,10 @@ def before_exit(function: Callable[[], None]) -> None:
 def exit_now(code: int) -> NoReturn:
     """End this process immediately, without waiting for others at JAX's barrier."""
     try:
+        # A file system that is away must not keep this process.
+        timer = threading.Timer(EXIT_SECONDS, os._exit, [code])
+        timer.daemon = True
+        timer.start()
         for function in _before_exit:
             with contextlib.suppress(Exception):
                 function()

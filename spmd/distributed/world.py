@@ -5,6 +5,7 @@ import ipaddress
 import socket
 import zlib
 
+from spmd.base.tracebacks import trims_tracebacks
 from spmd.errors import ClusterError, RendezvousTimeout
 
 # The range of default ports, above those that Linux gives to connections (32768 to 60999); the
@@ -12,6 +13,7 @@ from spmd.errors import ClusterError, RendezvousTimeout
 FIRST_PORT, PORTS = 61440, 4096
 
 
+@trims_tracebacks
 @dataclasses.dataclass(frozen=True)
 class World:
     """One process among those that train together.

@@ -83,6 +83,7 @@ class SlurmJob:
       #SBATCH --ntasks-per-node=1
       #SBATCH --time=30
       #SBATCH --signal=TERM@30
+      #SBATCH --open-mode=append
       <BLANKLINE>
       exec python3 -m spmd launch --srun train.py
     """

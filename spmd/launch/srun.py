@@ -33,6 +33,7 @@ from spmd.launch.restart_policy import (
     summarize_attempt,
 )
 from spmd.launch.settings import Settings
+from spmd.launch.step_watch import StepWatch
 from spmd.launch.validation import check_printable, check_scheduler_option
 
 # seconds from the first exit to the last: processes exit on their own, and log why
@@ -48,12 +49,14 @@ TAKEN = (
 FEW_CPUS = 2
 # In the working folder, which all nodes share; /tmp is each node's own.
 REPORTS = ".spmd"
-# seconds from the failure of a process to the end of a step: all others have exited by then
-END_SECONDS = 30.0
-LOOK_SECONDS = 2.0
 # Seconds between two tries to start processes on nodes of which one was lost, and for all of them:
 # SLURM gives a node up after 300 s (SlurmdTimeout), and the job with it.
 TRY_SECONDS, START_SECONDS = 10.0, 600.0
+# states of a job, in which no step can begin
+ENDED = (
+    *("COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"),
+    *("BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "REVOKED"),
+)
 
 
 def launch(
@@ -145,14 +148,21 @@ class Allocation:
             if has_begun or not self._has_old_step or is_late:
                 return result
             self._log(f"no process has started; another try in {TRY_SECONDS:.0f} s")
-            self._wait(TRY_SECONDS)
+            try:
+                self._wait(TRY_SECONDS)
+            except KeyboardInterrupt:
+                return dataclasses.replace(result, final="it was interrupted")
 
     def _is_running(self) -> bool:
         """Return whether SLURM still has the job; True where it does not say."""
-        command = ["squeue", "--noheader", "--format=%T", f"--jobs={self._job}"]
+        # the unique id of an element of an array, and the state
+        command = ["squeue", "--noheader", "--format=%A %T", f"--jobs={self._job}"]
+        # A user's SQUEUE_STATES would hide states.
+        environ = {name: text for name, text in os.environ.items() if "SQUEUE_" not in name}
         try:
             shown = subprocess.run(
                 command,
+                env=environ,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -163,7 +173,8 @@ class Allocation:
             return True
         if shown.returncode:
             return "Invalid job id" not in shown.stderr
-        return bool(set(shown.stdout.split()) & {"RUNNING", "SUSPENDED"})
+        states = dict(line.split()[:2] for line in shown.stdout.splitlines() if " " in line)
+        return states.get(self._job, ENDED[0]) not in ENDED
 
     def _run(
         self,
@@ -201,14 +212,30 @@ class Allocation:
                     forward_signals(group, send),
                     start_processes({ALL: (step, step_environ)}, lambda _: "", group=group),
                 ):
+                    watch = StepWatch(folder, self._clock)
+                    ended = False
+
+                    def is_over() -> bool:
+                        nonlocal ended
+                        if watch.is_over() and not ended:
+                            ended = self._has_old_step = True
+                            self._log(
+                                "all processes have ended, and srun has not, as when a node was "
+                                "lost for a while: its step is ended"
+                            )
+                        return ended
+
                     try:
-                        codes = group.wait(settings.grace, send, self._watch(folder))
+                        codes = group.wait(settings.grace, send, is_over)
                     finally:
                         # end the tasks in any case: they are not children of this process
                         if not group.ended():
                             send(signal.SIGKILL)
                 exit_codes = {rank: _exit_code(code) for rank, code in codes.items()}
                 records = read_records(folder)
+                if ended:
+                    # That of srun says how the launcher has ended it.
+                    exit_codes = {} if failures(records) else {ALL: 0}
                 result = summarize_attempt(
                     records, exit_codes, exit_codes, group.stop_signal, group.failed_at
                 )
@@ -218,32 +245,6 @@ class Allocation:
             # rmdir fails where the folder has that of another attempt.
             with contextlib.suppress(OSError):
                 reports.rmdir()
-
-    def _watch(self, folder: Path) -> Callable[[], bool]:
-        """Return a function that returns True once a process has failed for a while and `srun` has
-        not ended, so that it may never do.
-        """
-        looked_at = failed_at = self._clock()
-        has_failed = False
-
-        def is_over() -> bool:
-            nonlocal looked_at, failed_at, has_failed
-            if self._clock() - looked_at < LOOK_SECONDS:
-                return False
-            looked_at = self._clock()
-            if not has_failed:
-                has_failed, failed_at = bool(failures(read_records(folder))), looked_at
-            if not has_failed or looked_at - failed_at < END_SECONDS:
-                return False
-            if not self._has_old_step:
-                self._has_old_step = True
-                self._log(
-                    f"srun has not ended {END_SECONDS:.0f} s after a process has failed, as when a "
-                    "node was lost for a while: its step is ended"
-                )
-            return True
-
-        return is_over
 
 
 def check_srun_options(options: Sequence[str]) -> None:
@@ -328,4 +329,4 @@ def _signal(group: ProcessGroup, number: int, step: str | None, log: Callable[[s
         f"{' '.join(command)}: {problem}; signalling srun instead, which ends all processes "
         "immediately"
     )
-    group.signal(signal.SIGTERM)
+    group.signal(signal.SIGKILL if number == signal.SIGKILL else signal.SIGTERM)

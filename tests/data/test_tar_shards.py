@@ -198,3 +198,78 @@ def test_two_parts_of_one_ending(tmp_path):
 def test_decode_is_needed():
     with pytest.raises(OptionError, match="decode is"):
         spmd.data.webdataset("a.tar", decode=None, batch_size=2)
+
+
+def add(file, name, content=b"7", **fields):
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    file.addfile(info, io.BytesIO(content))
+
+
+def test_what_stands_between_the_parts_of_a_sample(tmp_path):
+    """As macOS writes it; by the package's own reader, too, these are two samples."""
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as file:
+        for number in range(2):
+            for name in (f"._{number}.txt", f"{number}.txt", "README", f"{number}.cls"):
+                add(file, name, str(number).encode())
+    with path.open("rb") as file:
+        files = tar_file_expander([{"url": path.name, "stream": file}])
+        expected = [sorted(set(sample) - {"__url__"}) for sample in group_by_keys(files)]
+    seen = []
+    records = spmd.data.webdataset(
+        path,
+        decode=lambda sample: seen.append(sorted(sample)) or {"n": np.int32(sample["cls"])},
+        batch_size=2,
+        shuffle=False,
+    )
+    assert joined(records)["n"].tolist() == [0, 1]
+    assert seen[-2:] == [[name for name in names if name != "__local_path__"] for names in expected]
+
+
+@pytest.mark.parametrize("at", [0, 20, 99])
+def test_damaged_header(tmp_path, at):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as file:
+        for number in range(100):
+            add(file, f"{number}.txt")
+    content = bytearray(path.read_bytes())
+    content[1024 * at + 150] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.tar: "):
+        spmd.data.webdataset(path, decode=lambda sample: {"n": np.int32(0)}, batch_size=2)
+
+
+def test_every_cut_is_noticed(tmp_path):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as file:
+        for number in range(5):
+            add(file, f"{number}.txt", b"x" * 700)
+    content = path.read_bytes()
+    end = 5 * (512 + 1024) + 1024
+    for size in range(1, end, 97):
+        path.write_bytes(content[:size])
+        with pytest.raises(DataError):
+            spmd.data.webdataset(path, decode=lambda sample: {"n": np.int32(0)}, batch_size=2)
+    path.write_bytes(content[:end])
+    records = spmd.data.webdataset(path, decode=lambda sample: {"n": np.int32(0)}, batch_size=2)
+    assert records.examples == 5
+
+
+def test_two_tar_files_in_one(tmp_path):
+    path = tmp_path / "a.tar"
+    write(path, range(10))
+    path.write_bytes(2 * path.read_bytes())
+    with pytest.raises(DataError, match="is no file of it"):
+        spmd.data.webdataset(path, decode=decode, batch_size=2)
+
+
+def test_links_are_refused(tmp_path):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as file:
+        add(file, "0.txt")
+        add(file, "1.txt", b"", type=tarfile.LNKTYPE, linkname="0.txt")
+    with pytest.raises(DataError, match=r"1\.txt is a link"):
+        spmd.data.webdataset(path, decode=lambda sample: {"n": np.int32(0)}, batch_size=2)
