@@ -242,7 +242,7 @@ def test_damaged_header(tmp_path, at):
         spmd.data.webdataset(path, decode=lambda sample: {"n": np.int32(0)}, batch_size=2)
 
 
-def test_every_cut_is_noticed(tmp_path):
+def test_file_of_every_shorter_length_is_refused(tmp_path):
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as file:
         for number in range(5):

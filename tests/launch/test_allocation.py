@@ -101,7 +101,7 @@ def test_allocation_that_is_gone_needs_no_restart(allocation, squeue, reason):
 
 
 def watch(folder, records):
-    """What a watch says, at looks 10 s apart, of these records at each."""
+    """What a watch says of these records, at one look for each, every 10 s."""
     clock = itertools.count(0, 10)
     now = [0]
 
