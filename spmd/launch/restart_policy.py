@@ -233,14 +233,14 @@ def no_restart_reason(attempts: Sequence[Attempt], most: int) -> str | None:
     """
     last = attempts[-1]
     codes = set(last.codes.values())
-    if last.final:
-        return last.final
     if DISAGREED in codes:
         return "processes that disagree would disagree again"
     if USAGE in codes and not last.fewer:
         return "the error before training would recur"
     if codes & {TERMINATED, -signal.SIGTERM}:
         return f"it was asked to stop{_saved(last.saved)}"
+    if last.final:
+        return last.final
     if (
         len(attempts) > 1
         and last.signature is not None

@@ -78,7 +78,12 @@ STUBS = {
     "srun": SRUN,
     "sbatch": SBATCH,
     "scancel": SCANCEL,
-    "squeue": '#!/bin/sh\necho "${{STUB_STATE:-RUNNING}}"\n',
+    "squeue": """\
+#!/bin/sh
+state=${{STUB_STATE:-RUNNING}}
+case "$*" in *%A*) state="$SLURM_JOB_ID $state"; esac
+echo "$state"
+""",
     "scontrol": '#!/bin/sh\necho "scontrol $*"\n',
 }
 
