@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 
+from tests.processes import environment
+
 RUN = """
 import sys
 from spmd.distributed import coordination
@@ -65,3 +67,13 @@ def test_coordination_service_of_this_jax():
         assert process.returncode == 7, err
         assert "proxy" not in err
         assert out.splitlines() == ["never was not set within 0.01 s", str(names), "the end"]
+
+
+def test_exit_waits_for_nothing_that_hangs():
+    """Such as a file system that is away, in which a lock is to be released."""
+    code = (
+        "import time; from spmd.distributed import coordination as c; "
+        "c.before_exit(lambda: time.sleep(600)); c.exit_now(7)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), timeout=300, check=False)
+    assert done.returncode == 7

@@ -3,9 +3,11 @@ and the files in examples/cluster/.
 """
 
 import dataclasses
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -348,6 +350,30 @@ def test_replaced_pods_resume(tmp_path):
     assert (
         codes == [0, 0] and [re.findall(r"HASH (\w+ \d+)", text) for text in texts] == undisturbed
     ), texts
+
+
+@pytest.mark.system
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a namespace of processes")
+def test_first_process_of_a_container_ends_on_sigterm(tmp_path):
+    """The kernel ignores a signal without a handler for it, and a pod would wait for its end."""
+    script = tmp_path / "script.py"
+    script.write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+    words = ["unshare", "--pid", "--fork", "--kill-child", sys.executable]
+    process = subprocess.Popen(
+        [*words, "-m", "spmd.launch.runner", script],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "begun\n"
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        assert process.wait(timeout=60) == TERMINATED
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def test_pod_failure_policy():

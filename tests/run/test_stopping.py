@@ -17,10 +17,12 @@ from small import Fail, Recorder, fit, fit_net, labelled, numbers, same
 
 import spmd
 from spmd.data import prefetch
+from spmd.distributed.launcher_protocol import exit_at_once
 from spmd.errors import CallbackError, OptionError
 from spmd.run import time_account
 from spmd.run.checkpoint import CheckpointStore
 from spmd.run.loop import Loop
+from spmd.run.signals import interruptible
 from tests.processes import handled_by
 
 FIX = "\n    fix: correct the line at which its traceback, above, ends."
@@ -618,3 +620,13 @@ def test_3000_small_steps_on_8_devices_finish():
         out, errors = process.communicate()
     assert process.returncode == 0, errors[-2000:]
     assert out.split() == ["done", "3000", "3000"]
+
+
+def test_handler_of_the_first_process_of_a_container_gives_way_to_a_run():
+    before = signal.signal(signal.SIGTERM, exit_at_once)
+    try:
+        with interruptible():
+            assert signal.getsignal(signal.SIGTERM) is not exit_at_once
+        assert signal.getsignal(signal.SIGTERM) is exit_at_once
+    finally:
+        signal.signal(signal.SIGTERM, before)
