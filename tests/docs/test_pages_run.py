@@ -283,7 +283,15 @@ def test_options_in_the_text_exist():
         for code in re.findall(r"`([^`\n]+)`", prose(page)):
             for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", code):
                 foreign = code.startswith(
-                    ("salloc", "scancel", "srun ", "#SBATCH", "--signal=", "tensorboard")
+                    (
+                        "salloc",
+                        "scancel",
+                        "srun ",
+                        "#SBATCH",
+                        "--signal=",
+                        "tensorboard",
+                        "docker run",
+                    )
                 )
                 if option not in known and f'"{option}"' not in texts and not foreign:
                     unknown.append(f"{page}: {option} in `{code}`")
