@@ -7,6 +7,7 @@ import dataclasses
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -98,6 +99,7 @@ def cluster(places: Sequence[Place] = (HERE, HERE)) -> Iterator[dict[str, str]]:
         files = [f"--{name}={folder}/munge/{name}" for name in names]
         munged = ["munged", "--foreground", "--force", *files]
         variables = {"SLURM_CONF": str(config)}
+        ending.callback(_end_all, f"SLURM_CONF={config}".encode())
         ending.enter_context(_running(munged, user="munge", group="munge"))
         commands = [[*first.enter, "slurmctld", "-D", "-f", config]]
         for name, place in zip(NODES, places, strict=True):
@@ -106,6 +108,17 @@ def cluster(places: Sequence[Place] = (HERE, HERE)) -> Iterator[dict[str, str]]:
             ending.enter_context(_running(command, env=os.environ | variables))
         _wait_until_idle(first, variables, folder)
         yield variables
+
+
+def _end_all(variable: bytes) -> None:
+    """End what has this variable in its environment: a step's daemon outlives that of its node, and
+    waits without limit where it was cut off.
+    """
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if variable in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                    os.kill(int(entry.name), signal.SIGKILL)
 
 
 @contextlib.contextmanager
