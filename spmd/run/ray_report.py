@@ -35,7 +35,11 @@ def report(every: int = 100) -> Callback:
         it.
 
     Example:
-      >>> spmd.fit(..., callbacks=[spmd.ray.report()])  # doctest: +SKIP
+      >>> import spmd
+      >>> spmd.ray.report(every=0)  # fit(..., callbacks=[spmd.ray.report()]) in a worker
+      Traceback (most recent call last):
+      spmd.errors.OptionError: spmd.ray.report: every=0.
+      ...
     """
     check_integer(every, "spmd.ray.report: every")
     return _Report(import_extra("ray.train", "ray"), every)
