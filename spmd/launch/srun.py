@@ -233,9 +233,11 @@ class Allocation:
                             send(signal.SIGKILL)
                 exit_codes = {rank: _exit_code(code) for rank, code in codes.items()}
                 records = read_records(folder)
-                if ended:
-                    # That of srun says how the launcher has ended it.
-                    exit_codes = {} if failures(records) else {ALL: 0}
+                # That of srun says how the launcher has ended it.
+                if ended and failures(records):
+                    exit_codes = {}
+                elif ended and watch.is_done:
+                    exit_codes = {ALL: 0}
                 result = summarize_attempt(
                     records, exit_codes, exit_codes, group.stop_signal, group.failed_at
                 )

@@ -22,6 +22,9 @@ class StepWatch:
     Args:
       folder: of the records.
       clock: a monotonic clock, in seconds.
+
+    Attributes:
+      is_done: whether all have finished their scripts, as last seen.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float]):
@@ -29,6 +32,7 @@ class StepWatch:
         self._looked_at = clock()
         self._last: object = None
         self._since = clock()
+        self.is_done = False
 
     def is_over(self) -> bool:
         """Return True once a process has failed, or all are done, and for some time none has left a
@@ -49,8 +53,8 @@ class StepWatch:
             self._last, self._since = lives, now
         if not lives:
             return False
-        is_done = all(record.get("end") == "done" for record in lives.values())
-        return now - self._since >= (DONE_SECONDS if is_done else FAILED_SECONDS)
+        self.is_done = all(record.get("end") == "done" for record in lives.values())
+        return now - self._since >= (DONE_SECONDS if self.is_done else FAILED_SECONDS)
 
     def _may_be_over(self) -> bool:
         """Return whether a process has failed, or the first has ended: without reading the records

@@ -80,6 +80,13 @@ def test_step_whose_processes_are_done_has_succeeded(allocation):
     assert any("its step is ended" in line for line in lines)
 
 
+@pytest.mark.parametrize("records", [{"life_0": DONE, "life_1": ALIVE}, {"life_0": LEFT}])
+def test_step_that_ended_without_a_report_has_not_succeeded(allocation, records):
+    """One of its processes was killed before it could leave one."""
+    attempt, *_ = allocation("echo 7 RUNNING", **records)
+    assert any(attempt().codes.values())
+
+
 @pytest.mark.parametrize(
     ("squeue", "reason"),
     [
